@@ -1316,7 +1316,7 @@ def test_sort_rewards():
         "answer_reward": 0,
          "reward": 0}
 
-def test_load_reward_fn(tmp_path, monkeypatch):
+def test_load_reward_fn(tmp_path, monkeypatch, capsys):
     (tmp_path / "plugged_in.py").write_text("def half(response, ground_truth, fast=True):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     assert all(rewards.load_reward_fn(name) is function for name, function in rewards.REWARDS.items())
@@ -1324,8 +1324,9 @@ def test_load_reward_fn(tmp_path, monkeypatch):
     assert rewards.grade_answers(["x"], ["y"], half) == [
                                  {"format_reward": 1, "answer_reward": 0.5, "reward": 0.5}]
     for name in ("nonsense", "plugged_in:missing", "no_module:f", ":", "plugged_in"):
-        with pytest.raises(ValueError, match="--reward-fn"):
+        with pytest.raises(SystemExit):
             rewards.load_reward_fn(name)
+        assert f"--reward-fn {name}: " in capsys.readouterr().err
 
 def test_grade_answers_survives_a_broken_reward_function():
     def broken(response, ground_truth):
@@ -1597,3 +1598,10 @@ def test_vllm_leaves_the_trainer_as_it_was(vllm_pair):
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+
+@needs_vllm
+def test_grpo_learns_with_vllm_as_with_hf(tmp_path):
+    run(tmp_path, "--no-std-norm", "--max-steps", "15", "--eval-every", "15", "--run-dir", "run", "--sampler", "vllm")
+    records = metrics_of(tmp_path / "run")
+    assert records[0]["eval/accuracy"] <= 0.4 and records[-1]["eval/accuracy"] >= 0.85  # hf: 0.92 to 0.95 at 10
+    assert all(record["train/engine_gap"] < 1e-4 for record in records[1:])
