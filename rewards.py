@@ -698,17 +698,17 @@ def load_reward_fn(name):
 def grade_answers(responses, ground_truths, reward_fn):
     """Scores of a batch: list of {"format_reward", "answer_reward", "reward"}. Safe to call from threads.
 
-    A `reward_fn` that returns only a number r, or a dict without the other two, gets answer_reward r and
-    format_reward 1.0 where r > 0: a lower bound. One that raises scores 0 and is counted in STATS["errors"].
+    Where a `reward_fn` returns a number, or a dict without the other two, `any_format` gives them: accuracy
+    stays accuracy, whatever is rewarded. One that raises scores 0 and is counted in STATS["errors"].
     """
     scores = []
     for response, ground_truth in zip(responses, ground_truths, strict=True):
         try:
             result = reward_fn(response, ground_truth)
             result = result if isinstance(result, dict) else {"reward": result}
-            reward = float(result["reward"])
-            scores.append({"format_reward": float(result.get("format_reward", reward > 0)),
-                           "answer_reward": float(result.get("answer_reward", reward)), "reward": reward})
+            if not {"format_reward", "answer_reward"} <= result.keys():
+                result = any_format(response, ground_truth) | result
+            scores.append({key: float(result[key]) for key in ("format_reward", "answer_reward", "reward")})
         except Exception as error:
             note("errors", repr(error))
             scores.append({"format_reward": 0.0, "answer_reward": 0.0, "reward": 0.0})

@@ -516,7 +516,7 @@ def test_epochs_train_each_row_once_on_log_probs_of_the_rollout(monkeypatch, los
         for row, log_probs in zip(rows, want):
             close(row.old_log_probs, log_probs, 1e-5)
         assert metrics["train/clip_fraction"] > 0
-    assert metrics["train/lr"] == 1e-2
+    assert metrics["train/lr"] == args.lr
 
 def test_leftover_rows_are_trained_on(monkeypatch):
     """Expert iteration keeps any number of rows: half of a rollout must not be lost."""
@@ -830,7 +830,7 @@ def test_evaluation_is_at_the_training_temperature_with_its_standard_error(monke
     calls = watch(monkeypatch, "sample")
 
     def reward_fn(response, truth):
-        return float(len(response) % 2)
+        return {"reward": -3.0, "format_reward": 0.0, "answer_reward": float(len(response) % 2)}
     results = [ng.evaluate(make_sampler(policy, args, version=v), TOKENIZER, held_out, reward_fn, v, args)
                for v in (0, 7)]
     (metrics, rows), (again, same) = results
@@ -1096,6 +1096,17 @@ def test_a_resumed_run_with_another_flag_is_refused(tmp_path, capsys, argv):
         settings("--resume", "--run-dir", str(tmp_path), *argv.split())
     assert "--resume: " in capsys.readouterr().err
 
+def test_the_model_of_a_run_is_asked_as_in_the_run(tmp_path):
+    ng.open_run(settings("--run-dir", str(tmp_path), "--prompt", "question_only", "--temperature", "0.7",
+                         "--max-tokens", "40"))
+    (tmp_path / "model").mkdir()
+    flags = ["--mode", "eval", "--model", str(tmp_path / "model")]
+    args = settings(*flags)
+    assert (args.prompt, args.reward_fn, args.temperature) == ("question_only", "question_only", 0.7)
+    assert (args.dataset, args.max_tokens, args.eval_size) == ("arithmetic", 40, 512)
+    assert settings(*flags, "--temperature", "1").temperature == 1
+    assert settings(*flags, "--dataset", "sort").prompt == "r1_zero"
+
 def test_a_trained_model_can_be_evaluated_by_its_folder(four_steps, tmp_path):
     trained = four_steps[0] / "model"
     run(tmp_path, "--mode", "eval", "--model", str(trained), "--eval-size", "32", "--run-dir", "run",
@@ -1321,8 +1332,10 @@ def test_load_reward_fn(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert all(rewards.load_reward_fn(name) is function for name, function in rewards.REWARDS.items())
     half = rewards.load_reward_fn("plugged_in:half")
-    assert rewards.grade_answers(["x"], ["y"], half) == [
-                                 {"format_reward": 1, "answer_reward": 0.5, "reward": 0.5}]
+    good = " so </think> <answer> 5 </answer>"  # a number is a reward; accuracy stays the grader's
+    assert rewards.grade_answers(["x", good], ["y", "5"], half) == [
+        {"format_reward": 0, "answer_reward": 0, "reward": 0.5},
+        {"format_reward": 1, "answer_reward": 1, "reward": 0.5}]
     for name in ("nonsense", "plugged_in:missing", "no_module:f", ":", "plugged_in"):
         with pytest.raises(SystemExit):
             rewards.load_reward_fn(name)
@@ -1601,7 +1614,9 @@ def test_vllm_leaves_the_trainer_as_it_was(vllm_pair):
 
 @needs_vllm
 def test_grpo_learns_with_vllm_as_with_hf(tmp_path):
-    run(tmp_path, "--no-std-norm", "--max-steps", "15", "--eval-every", "15", "--run-dir", "run", "--sampler", "vllm")
+    run(tmp_path, "--no-std-norm", "--max-steps", "15", "--eval-every", "15", "--run-dir", "run",
+        "--sampler", "vllm")
     records = metrics_of(tmp_path / "run")
-    assert records[0]["eval/accuracy"] <= 0.4 and records[-1]["eval/accuracy"] >= 0.85  # hf: 0.92 to 0.95 at 10
+    # hf reaches 0.92 to 0.95 at step 10
+    assert records[0]["eval/accuracy"] <= 0.4 and records[-1]["eval/accuracy"] >= 0.85
     assert all(record["train/engine_gap"] < 1e-4 for record in records[1:])
