@@ -148,8 +148,8 @@ def configure(args, argv, has_cuda):
     defaults |= {"std_norm": args.baseline == "mean", "loss": "grpo_clip" if args.mode == "grpo" else "pg",
                  "loss_aggregation": "constant" if args.no_length_norm else "sequence",
                  "max_engine_gap": 0.1 if has_cuda else 1e-3}
-    given = {key: value for key, value in vars(args).items() if value is not None}
-    filled = argparse.Namespace(**vars(args) | defaults | given)
+    known = {key: value for key, value in vars(args).items() if value is not None}
+    filled = argparse.Namespace(**vars(args) | defaults | known)
     refuse(filled, argv)
     default_reward = "sort_positions" if filled.dataset == "sort" else PROMPTS[args.prompt][2]
     filled.reward_fn = args.reward_fn or default_reward
