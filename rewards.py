@@ -686,7 +686,7 @@ def load_reward_fn(name):
     """The reward function called `name`: a key of REWARDS, or "module:function" (current folder or path)."""
     if name in REWARDS:
         return REWARDS[name]
-    module, _, function = name.partition(":")
+    module, _, function = name.replace(".py:", ":").partition(":")
     try:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
@@ -699,7 +699,7 @@ def grade_answers(responses, ground_truths, reward_fn):
     """Scores of a batch: list of {"format_reward", "answer_reward", "reward"}. Safe to call from threads.
 
     Where a `reward_fn` returns a number, or a dict without the other two, `any_format` gives them: accuracy
-    stays accuracy, whatever is rewarded. One that raises scores 0 and is counted in STATS["errors"].
+    stays accuracy, whatever is rewarded. One that raises or gives NaN scores 0, counted in STATS["errors"].
     """
     scores = []
     for response, ground_truth in zip(responses, ground_truths, strict=True):
@@ -708,7 +708,10 @@ def grade_answers(responses, ground_truths, reward_fn):
             result = result if isinstance(result, dict) else {"reward": result}
             if not {"format_reward", "answer_reward"} <= result.keys():
                 result = any_format(response, ground_truth) | result
-            scores.append({key: float(result[key]) for key in ("format_reward", "answer_reward", "reward")})
+            result = {key: float(result[key]) for key in ("format_reward", "answer_reward", "reward")}
+            if not all(abs(value) < float("inf") for value in result.values()):  # NaN spoils the weights
+                raise ValueError(f"not finite: {result}")
+            scores.append(result)
         except Exception as error:
             note("errors", repr(error))
             scores.append({"format_reward": 0.0, "answer_reward": 0.0, "reward": 0.0})

@@ -1333,6 +1333,7 @@ def test_load_reward_fn(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert all(rewards.load_reward_fn(name) is function for name, function in rewards.REWARDS.items())
     half = rewards.load_reward_fn("plugged_in:half")
+    assert rewards.load_reward_fn("plugged_in.py:half") is half
     good = " so </think> <answer> 5 </answer>"  # a number is a reward; accuracy stays the grader's
     assert rewards.grade_answers(["x", good], ["y", "5"], half) == [
         {"format_reward": 0, "answer_reward": 0, "reward": 0.5},
@@ -1344,11 +1345,15 @@ def test_load_reward_fn(tmp_path, monkeypatch, capsys):
 
 def test_grade_answers_survives_a_broken_reward_function():
     def broken(response, ground_truth):
-        return {"reward": 1.0} if response == "good" else 1 / 0
+        return {"reward": float(response)} if response in ("nan", "-inf") else (
+            {"reward": 1.0} if response == "good" else 1 / 0)
     before = rewards.STATS["errors"]
     scores = rewards.grade_answers(["good", "bad", "good"], ["1"] * 3, broken)
     assert [one["reward"] for one in scores] == [1, 0, 1]
     assert rewards.STATS["errors"] == before + 1 and "ZeroDivisionError" in rewards.STATS["last_error"]
+    scores = rewards.grade_answers(["nan", "-inf", "good"], ["1"] * 3, broken)  # no number to learn from
+    assert [one["reward"] for one in scores] == [0, 0, 1]
+    assert rewards.STATS["errors"] == before + 3 and "not finite" in rewards.STATS["last_error"]
     with pytest.raises(ValueError):
         rewards.grade_answers(["a"], ["1", "2"], broken)
 
