@@ -132,6 +132,10 @@ def read_examples(name, flag):
               f"(first: {bad[0][0]})")
     return examples
 
+def plain(text):
+    """`text` without what makes no other question of it: case, blanks and Unicode forms."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
 def load_examples(args):
     """-> (training, held-out) lists of Example, with no question in both."""
     if args.dataset in TASKS:
@@ -139,21 +143,31 @@ def load_examples(args):
     splits = read_examples(args.dataset, "--dataset")
     train = splits.get("train") or next(iter(splits.values()))
     held_out = splits.get("test") or splits.get("validation")
+    allowed = len(train) // 100  # MATH has two questions twice: few are left out, many are a wrong split
     if args.eval_dataset:
-        held_out = next(iter(read_examples(args.eval_dataset, "--eval-dataset").values()))
-    if not held_out:  # hold out rows by a fixed shuffle, the same for every --seed
+        splits, allowed = read_examples(args.eval_dataset, "--eval-dataset"), 0
+        held_out = splits.get("test") or splits.get("validation") or next(iter(splits.values()))
+    if not held_out or held_out is train:  # hold out rows by a fixed shuffle, the same for every --seed
         random.Random(0).shuffle(train)
         size = len(train) if args.mode == "eval" else min(args.eval_size, len(train) // 2)
-        train, held_out = train[size:], train[:size]
-    known = {" ".join(example.question.lower().split()) for example in held_out}
-    leaked = sum(" ".join(example.question.lower().split()) in known for example in train)
+        train, held_out, allowed = train[size:], train[:size], len(train)
+    if args.mode == "eval":
+        return train, held_out
+    known = {plain(example.question) for example in held_out}
+    rows, train = len(train), [example for example in train if plain(example.question) not in known]
+    leaked, hint = rows - len(train), ""
+    if leaked > 4_000 and 11_500 < rows < 12_500:
+        hint = (" (12,000/500 splits of MATH contain about 4,500 of the 5,000 official validation problems: "
+                "only the official 7,500/5,000 split is clean)")
     for is_bad, message in [
-        (leaked and args.mode != "eval", f"has {leaked} questions of the evaluation data in it: drop them"),
-        (not held_out or not train and args.mode != "eval", "has too few rows to train and to evaluate on"),
+        (leaked > allowed, f"has {leaked} questions of the evaluation data in it: drop them{hint}"),
+        (not held_out or not train, "has too few rows to train and to evaluate on"),
         (args.mode == "sft" and not all(example.trace for example in train),
          "has rows without a solution, which --mode sft needs: add a field trace, response or solution")]:
         if is_bad:
             stop_run(f"--dataset {args.dataset} {message}")
+    if leaked:
+        print(f"note: --dataset {args.dataset}: {leaked} of {rows} rows left out: their question is held out")
     return train, held_out
 
 STYLES = dict(careful=0.13, checked=0.1, guess=0.37, ramble=0.2, untagged=0.2)

@@ -966,6 +966,9 @@ def test_folders_keep_their_splits_and_ask_no_hub(tmp_path, monkeypatch, form):
     golds = [[example.ground_truth for example in examples]
              for examples in ng.load_examples(settings("--dataset", str(tmp_path / "d")))]
     assert golds == [["1", "2", "3"], ["4", "5"]]
+    other = write_rows(tmp_path / "other.jsonl", numbered(6, 7))  # of evaluation data, the test split counts
+    train, held_out = ng.load_examples(settings("--dataset", other, "--eval-dataset", str(tmp_path / "d")))
+    assert [example.ground_truth for example in train + held_out] == ["6", "7", "4", "5"]
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_pattern_names_all_its_files_in_order(tmp_path, kind):
@@ -1018,6 +1021,35 @@ def test_bad_rows_are_dropped_and_counted(tmp_path, capsys):
     assert capsys.readouterr().out == (f"note: --dataset {path}: 4 of 7 rows dropped: no question or no "
                                        "answer (first: row 3 of train)\n")
 
+def test_duplicates_are_no_leak_but_lie_on_one_side_of_a_split(tmp_path, capsys):
+    rows = numbered(*range(20)) + [{"question": f"WHAT is\n {n}?", "answer": str(n)} for n in range(20)]
+    path = write_rows(tmp_path / "data.jsonl", rows)
+    train, held_out = ng.load_examples(settings("--dataset", path, "--eval-size", "10"))
+    left_out = 30 - len(train)
+    assert len(held_out) == 10 and left_out > 0
+    assert not {example.ground_truth for example in train} & {example.ground_truth for example in held_out}
+    assert f"{left_out} of 30 rows left out: their question is held out" in capsys.readouterr().out
+    test = write_rows(tmp_path / "test.jsonl", numbered(100))
+    assert len(ng.load_examples(settings("--dataset", path, "--eval-dataset", test))[0]) == 40
+
+@pytest.mark.parametrize("shared, refused", [(0, False), (2, False), (3, True)])
+def test_the_own_test_split_may_share_one_question_in_a_hundred(tmp_path, capsys, shared, refused):
+    write_rows(tmp_path / "train.jsonl", numbered(*range(200)))
+    write_rows(tmp_path / "test.jsonl", numbered(*range(200 - shared, 300)))
+    args = settings("--dataset", str(tmp_path))
+    if refused:
+        with pytest.raises(SystemExit):
+            ng.load_examples(args)
+        assert "has 3 questions of the evaluation data" in capsys.readouterr().err
+    else:
+        assert [len(examples) for examples in ng.load_examples(args)] == [200 - shared, 100 + shared]
+        assert (f"{shared} of 200 rows left out" in capsys.readouterr().out) == (shared > 0)
+
+def test_a_data_set_with_a_test_split_alone_is_split(tmp_path):
+    write_rows(tmp_path / "test.jsonl", numbered(*range(10)))
+    examples = ng.load_examples(settings("--dataset", str(tmp_path), "--eval-size", "4"))
+    assert [len(part) for part in examples] == [6, 4]
+
 def test_prompts_over_the_context_are_dropped_counted_and_the_others_keep_their_order(capsys):
     """Prompt + budget over the model's context stops an engine: trl#3180."""
     examples = [ng.Example("a" * length, "1") for length in (10, 60, 20, 100, 37, 38)]
@@ -1058,7 +1090,7 @@ def test_flags_that_cannot_mean_what_they_say_are_refused(monkeypatch, capsys, a
     assert names in refusal(monkeypatch, capsys, *argv.split())
 
 @pytest.mark.parametrize("rows, words", [
-    ([], "data.jsonl: it has no rows"), (numbered(1), "too few rows"),
+    ([], "data.jsonl: it has no rows"), (numbered(1), "too few rows"), (numbered(1) * 9, "too few rows"),
     ([{"answer": "1"}], "row 1 of train has no question or problem (its fields: answer)"),
     ([{"question": "q", "answer": None}, {"question": "q"}], "row 1 of train has no answer, ground_t")])
 def test_data_files_without_rows_question_or_answer_are_refused(tmp_path, monkeypatch, capsys, rows, words):
@@ -1070,9 +1102,13 @@ def test_unreadable_and_leaking_data_are_refused(tmp_path, monkeypatch, capsys):
     for name in ("bad.jsonl", "bad.parquet"):
         assert name in refusal(monkeypatch, capsys, "--dataset", str(tmp_path / name))
     train = write_rows(tmp_path / "train.jsonl", numbered(1, 2, 3))
-    test = write_rows(tmp_path / "test.jsonl", [{"question": "  what IS\n 3?", "answer": "3"}])
+    test = write_rows(tmp_path / "test.jsonl", [{"question": "  what IS\n \uff13?", "answer": "3"}])
     line = refusal(monkeypatch, capsys, "--dataset", train, "--eval-dataset", test)
-    assert "1 question" in line and "evaluation" in line
+    assert "1 question" in line and "evaluation" in line and "MATH" not in line
+    big = write_rows(tmp_path / "big.jsonl", numbered(*range(12_000)))
+    official = write_rows(tmp_path / "official.jsonl", numbered(*range(7_500, 12_500)))
+    line = refusal(monkeypatch, capsys, "--dataset", big, "--eval-dataset", official)
+    assert "has 4500 questions" in line and "only the official 7,500/5,000 split is clean" in line
     line = refusal(monkeypatch, capsys, "--mode", "sft", "--dataset", train, "--eval-size", "1")
     assert "solution" in line and train in line
 
