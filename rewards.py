@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import glob
+import hashlib
 import importlib
 import itertools
 import json
@@ -169,6 +170,11 @@ def load_examples(args):
     if leaked:
         print(f"note: --dataset {args.dataset}: {leaked} of {rows} rows left out: their question is held out")
     return train, held_out
+
+def fingerprint(examples):
+    """16 hex digits that name these questions and ground truths in this order, whatever the traces."""
+    pairs = json.dumps([(example.question, example.ground_truth) for example in examples])
+    return hashlib.sha256(pairs.encode()).hexdigest()[:16]
 
 STYLES = dict(careful=0.13, checked=0.1, guess=0.37, ramble=0.2, untagged=0.2)
 def task_chain(task, digits, rng=None, slip=0.0):

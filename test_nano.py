@@ -1050,6 +1050,15 @@ def test_a_data_set_with_a_test_split_alone_is_split(tmp_path):
     examples = ng.load_examples(settings("--dataset", str(tmp_path), "--eval-size", "4"))
     assert [len(part) for part in examples] == [6, 4]
 
+def test_a_fingerprint_names_questions_and_truths_in_order_and_no_traces():
+    examples = [ng.Example("q", "1"), ng.Example("é😀", "2")]
+    text = json.dumps([["q", "1"], ["é😀", "2"]])
+    assert rewards.fingerprint(examples) == hashlib.sha256(text.encode()).hexdigest()[:16]
+    with_trace = [ng.Example("q", "1", "trace", [3]), examples[1]]
+    assert rewards.fingerprint(with_trace) == rewards.fingerprint(examples)
+    others = [examples[::-1], examples[:1], [ng.Example("q", "1"), ng.Example("é😀", "3")]]
+    assert len({rewards.fingerprint(one) for one in [examples, *others]}) == 4
+
 def test_prompts_over_the_context_are_dropped_counted_and_the_others_keep_their_order(capsys):
     """Prompt + budget over the model's context stops an engine: trl#3180."""
     examples = [ng.Example("a" * length, "1") for length in (10, 60, 20, 100, 37, 38)]
