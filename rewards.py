@@ -9,11 +9,14 @@ or parsed as Python, and it is bounded in length and depth before anything reads
 import atexit
 import contextlib
 import functools
+import glob
+import hashlib
 import importlib
 import importlib.metadata
 import inspect
 import itertools
 import json
+import logging
 import os
 import platform
 import random
@@ -43,6 +46,8 @@ R1_ZERO_PROMPT = (
 PROMPTS = {"r1_zero": (R1_ZERO_PROMPT, "</answer>", "r1_zero"),
            "question_only": ("{question}", None, "question_only")}
 TASKS = ("arithmetic", "sort")
+FILE_KINDS = ("jsonl", "json", "parquet", "arrow")
+HUB_IDS = {"math": "DigitalLearningGmbH/MATH-lighteval", "gsm8k": "openai/gsm8k:main"}  # id:configuration
 
 def stop_run(message):
     """Ends the program with exit code 2 and one line that names the flag or file and the cure."""
@@ -58,36 +63,86 @@ class Example:
     prompt_ids: list = field(default_factory=list)
     pass_rate: float | None = None  # of the untrained policy, with --difficulty-filter
 
-def example_from_record(record, where):
-    """A record of a known form -> Example. The answer is a field, or stands after #### or in a \\boxed{}."""
-    def first(*keys):
-        return next((str(record[key]) for key in keys if record.get(key) not in (None, "")), None)
+def example_from_record(record):
+    """A record (dict) of a known form -> Example, or ValueError. The answer is a field, or stands after ####
+    or in a \\boxed{}; the question is a field, or stands in the R1-Zero prompt of a trace."""
+    def first(*keys):  # text or a number: a list, True, NaN or blanks are no question and no answer
+        texts = [str(record[key]) for key in keys if type(record.get(key)) in (str, int, float)]
+        return next((text for text in texts if text.strip() not in ("", "nan")), None)
 
-    question, trace = first("question", "problem"), first("trace", "response", "solution")
-    answer = first("ground_truth", "answer") or last_boxed(trace or "")
-    if answer and "####" in answer:  # GSM8K: solution and answer in one field
+    asked = re.search(r"User: (.*)\nAssistant:", first("prompt") or "", re.DOTALL)
+    question = first("question", "problem") or (asked[1].strip() if asked else None)
+    trace = first("trace", "response", "solution")
+    answer = first("ground_truth", "answer") or (last_boxed(trace or "") or "").strip()
+    if "####" in answer:  # GSM8K: solution and answer in one field
         trace, answer = (part.strip() for part in answer.rsplit("####", 1))
     if not question or not answer:
         missing = "question or problem" if not question else "answer, ground_truth or solution with \\boxed{}"
-        stop_run(f"{where} has no {missing} (its fields: {', '.join(record)}): add it or drop the row")
-    return Example(question, answer, trace)
+        raise ValueError(f"has no {missing} (its fields: {', '.join(record)}): add it or drop the row")
+    f"{question}{answer}{trace}".encode()  # half an emoji is a ValueError too: no tokenizer takes it
+    return Example(question, answer, trace and re.sub(r"</think>\s*<answer>", "</think> <answer>", trace))
+
+def read_json(path):
+    """A .json or .jsonl file -> list of records (dicts). `datasets` reads "1.50" as 1.5 in a mixed column."""
+    text = Path(path).read_text(encoding="utf-8-sig")
+    if not text.lstrip().startswith("["):  # a record a line; joined like this, an error names the row
+        text = "[" + ",\n".join(line for line in text.split("\n") if line.strip()) + "]"
+    return [record if isinstance(record, dict) else {} for record in json.loads(text)]
+
+def read_splits(name):
+    """A data file, a pattern of files, a folder, a hub id or a key of HUB_IDS -> {split: records}."""
+    import datasets
+    import huggingface_hub
+    datasets.disable_progress_bars()
+    path, kind = Path(name), Path(name).suffix[1:]
+    if kind in FILE_KINDS:
+        files = [name] if path.is_file() else sorted(glob.glob(name))
+        if not files:
+            raise FileNotFoundError("no such file")
+        if kind.startswith("json"):
+            return {"train": [record for file in files for record in read_json(file)]}
+        return datasets.load_dataset(kind, data_files=files)
+    if (path / "state.json").exists():  # one Dataset, saved by save_to_disk
+        return {"train": datasets.load_from_disk(name)}
+    if path.is_dir():  # a saved DatasetDict too
+        return datasets.load_dataset(str(path.resolve()))
+    hub_id, _, config = HUB_IDS.get(name, name).partition(":")
+    try:
+        huggingface_hub.HfApi().dataset_info(hub_id, timeout=10)  # load_dataset would ask 6 times, for 23 s
+    except Exception as error:  # where no hub answers, data of an earlier run can still be in the cache
+        datasets.config.HF_HUB_OFFLINE = not isinstance(error, huggingface_hub.errors.HfHubHTTPError)
+    return datasets.load_dataset(hub_id, config or None)
 
 def read_examples(name, flag):
-    """A data file or hub id -> {split: list of Example}."""
-    import datasets
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(50)  # its errors are told below, in one line
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
+    """Data under a name that read_splits knows -> {split: list of Example}, without empty splits."""
+    logging.disable(logging.CRITICAL)  # pages of retries; what they come to is told below, in one line
     try:
-        if kind and not Path(name).is_file():
-            raise FileNotFoundError("no such file")
-        splits = datasets.load_dataset(kind, data_files=name) if kind else datasets.load_dataset(name)
+        splits = read_splits(name)
     except Exception as error:  # of many libraries, and each means that these data cannot be had
-        cause = str(error.__cause__ or error).split("\n")[0][:120] or "it is empty"
-        stop_run(f"{flag} {name} cannot be read ({cause}): give a .jsonl, .json or .parquet file, a hub id, "
-                 f"{' or '.join(TASKS)}")
-    return {split: [example_from_record(record, f"{flag} {name}: row {i} of {split}")
-                    for i, record in enumerate(records, 1)] for split, records in splits.items()}
+        cause = " ".join(str(error.__cause__ or error).split())[:200] or "it is empty"
+        stop_run(f"{flag} {name} cannot be read ({cause}): give a {', '.join(FILE_KINDS)} file, a folder, a "
+                 f"hub id or id:configuration, {', '.join(HUB_IDS)}, {' or '.join(TASKS)}")
+    finally:
+        logging.disable(logging.NOTSET)
+    examples, bad = {}, []
+    for split, records in splits.items():
+        for row, record in enumerate(records, 1):
+            try:
+                example = example_from_record(record)
+                examples.setdefault(split, []).append(example)
+            except ValueError as error:
+                bad.append((f"row {row} of {split}", error))
+    if not examples:
+        stop_run(f"{flag} {name}: " + (" ".join(map(str, bad[0])) if bad else "it has no rows"))
+    if bad:
+        rows = sum(map(len, splits.values()))
+        print(f"note: {flag} {name}: {len(bad)} of {rows} rows dropped: no question or no answer "
+              f"(first: {bad[0][0]})")
+    return examples
+
+def plain(text):
+    """`text` without what makes no other question of it: case, blanks and Unicode forms."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 def load_examples(args):
     """-> (training, held-out) lists of Example, with no question in both."""
@@ -96,22 +151,37 @@ def load_examples(args):
     splits = read_examples(args.dataset, "--dataset")
     train = splits.get("train") or next(iter(splits.values()))
     held_out = splits.get("test") or splits.get("validation")
+    allowed = len(train) // 100  # MATH has two questions twice: few are left out, many are a wrong split
     if args.eval_dataset:
-        held_out = next(iter(read_examples(args.eval_dataset, "--eval-dataset").values()))
-    if not held_out:  # hold out rows by a fixed shuffle, the same for every --seed
+        splits, allowed = read_examples(args.eval_dataset, "--eval-dataset"), 0
+        held_out = splits.get("test") or splits.get("validation") or next(iter(splits.values()))
+    if not held_out or held_out is train:  # hold out rows by a fixed shuffle, the same for every --seed
         random.Random(0).shuffle(train)
         size = len(train) if args.mode == "eval" else min(args.eval_size, len(train) // 2)
-        train, held_out = train[size:], train[:size]
-    known = {" ".join(example.question.lower().split()) for example in held_out}
-    leaked = sum(" ".join(example.question.lower().split()) in known for example in train)
+        train, held_out, allowed = train[size:], train[:size], len(train)
+    if args.mode == "eval":
+        return train, held_out
+    known = {plain(example.question) for example in held_out}
+    rows, train = len(train), [example for example in train if plain(example.question) not in known]
+    leaked, hint = rows - len(train), ""
+    if leaked > 4_000 and 11_500 < rows < 12_500:
+        hint = (" (12,000/500 splits of MATH contain about 4,500 of the 5,000 official validation problems: "
+                "only the official 7,500/5,000 split is clean)")
     for is_bad, message in [
-        (leaked and args.mode != "eval", f"has {leaked} questions of the evaluation data in it: drop them"),
-        (not held_out or not train and args.mode != "eval", "has too few rows to train and to evaluate on"),
+        (leaked > allowed, f"has {leaked} questions of the evaluation data in it: drop them{hint}"),
+        (not held_out or not train, "has too few rows to train and to evaluate on"),
         (args.mode == "sft" and not all(example.trace for example in train),
          "has rows without a solution, which --mode sft needs: add a field trace, response or solution")]:
         if is_bad:
             stop_run(f"--dataset {args.dataset} {message}")
+    if leaked:
+        print(f"note: --dataset {args.dataset}: {leaked} of {rows} rows left out: their question is held out")
     return train, held_out
+
+def fingerprint(examples):
+    """16 hex digits that name these questions and ground truths in this order, whatever the traces."""
+    pairs = json.dumps([(example.question, example.ground_truth) for example in examples])
+    return hashlib.sha256(pairs.encode()).hexdigest()[:16]
 
 CLOSE = " </think> <answer>"  # ends a thought for the model
 
@@ -844,7 +914,7 @@ def load_reward_fn(name):
     """The reward function called `name`: a key of REWARDS, or "module:function" (current folder or path)."""
     if name in REWARDS:
         return REWARDS[name]
-    module, _, function = name.partition(":")
+    module, _, function = name.replace(".py:", ":").partition(":")
     try:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
@@ -857,7 +927,7 @@ def grade_answers(responses, ground_truths, reward_fn):
     """Scores of a batch: list of {"format_reward", "answer_reward", "reward"}. Safe to call from threads.
 
     Where a `reward_fn` returns a number, or a dict without the other two, `any_format` gives them: accuracy
-    stays accuracy, whatever is rewarded. One that raises scores 0 and is counted in STATS["errors"].
+    stays accuracy, whatever is rewarded. One that raises or gives NaN scores 0, counted in STATS["errors"].
     """
     scores = []
     for response, ground_truth in zip(responses, ground_truths, strict=True):
@@ -866,7 +936,10 @@ def grade_answers(responses, ground_truths, reward_fn):
             result = result if isinstance(result, dict) else {"reward": result}
             if not {"format_reward", "answer_reward"} <= result.keys():
                 result = any_format(response, ground_truth) | result
-            scores.append({key: float(result[key]) for key in ("format_reward", "answer_reward", "reward")})
+            result = {key: float(result[key]) for key in ("format_reward", "answer_reward", "reward")}
+            if not all(abs(value) < float("inf") for value in result.values()):  # NaN spoils the weights
+                raise ValueError(f"not finite: {result}")
+            scores.append(result)
         except Exception as error:
             note("errors", repr(error))
             scores.append({"format_reward": 0.0, "answer_reward": 0.0, "reward": 0.0})

@@ -9,6 +9,7 @@ import importlib.metadata
 import inspect
 import itertools
 import json
+import logging
 import math
 import os
 import signal
@@ -880,10 +881,36 @@ def test_built_in_tasks_are_right_disjoint_and_learnable_from_their_traces(task)
     ({"problem": "p", "answer": "7", "level": 3}, ("p", "7", None)),
     ({"problem": "p", "solution": "s \\boxed{8}", "answer": "7"}, ("p", "7", "s \\boxed{8}")),
     ({"question": "q", "answer": 0}, ("q", "0", None)),
+    ({"question": " q\r\n", "answer": "", "ground_truth": "007"}, (" q\r\n", "007", None)),
+    ({"question": "q", "answer": None, "solution": "so \\boxed{ 8 }"}, ("q", "8", "so \\boxed{ 8 }")),
+    ({"prompt": "x\n\nUser: a User: b\nAssistant: c\nAssistant: <think>", "ground_truth": "9",
+      "response": " r\n</think>\n\n<answer> 9 </answer>"},
+     ("a User: b\nAssistant: c", "9", " r\n</think> <answer> 9 </answer>")),
     ({"question": "q", "response": "r", "ground_truth": "9", "prompt": "wrong"}, ("q", "9", "r"))])
 def test_records_of_known_data_sets_are_read(record, want):
-    example = rewards.example_from_record(record, "row 1")
+    example = rewards.example_from_record(record)
     assert (example.question, example.ground_truth, example.trace) == want
+
+@pytest.mark.parametrize("record, words", [
+    ({}, "no question or problem"), ({"question": " \n", "answer": "1"}, "no question or problem"),
+    ({"question": ["q"], "answer": "1"}, "no question"), ({"question": "q", "answer": None}, "no answer"),
+    ({"question": "q", "answer": math.nan}, "no answer"), ({"question": "q", "answer": [1]}, "no answer"),
+    ({"question": "q", "answer": True}, "no answer"), ({"question": "q", "answer": "so ####"}, "no answer"),
+    ({"problem": "p", "solution": "\\boxed{ }"}, "its fields: problem, solution"),
+    ({"prompt": "What is 1+1?", "response": "2", "ground_truth": "2"}, "no question"),
+    ({"question": "half an emoji \ud83d", "answer": "1"}, "surrogates")])
+def test_records_without_a_question_or_an_answer_are_bad(record, words):
+    with pytest.raises(ValueError, match=words):
+        rewards.example_from_record(record)
+
+def test_a_trace_is_asked_with_the_rebuilt_prompt_and_is_in_the_format():
+    public = rewards.R1_ZERO_PROMPT.replace("User: {question}", "\nUser: What is {1} ?")  # a blank line
+    record = {"prompt": public, "response": " so\n</think>\n<answer> 1 </answer>", "ground_truth": "1"}
+    args = settings("--mode", "sft", "--max-tokens", "50")
+    example = ng.add_prompts([rewards.example_from_record(record)], TOKENIZER, args)[0]
+    assert TOKENIZER.decode(example.prompt_ids) == public.replace("\n\nUser:", "\nUser:")
+    row = ng.trace_rows([example], TOKENIZER, args)[0]
+    assert rewards.r1_zero_reward_fn(row.text, "1") == {"format_reward": 1, "answer_reward": 1, "reward": 1}
 
 def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -892,25 +919,145 @@ def write_rows(path, rows):
 def numbered(*numbers):
     return [{"question": f"What is {n}?", "answer": str(n)} for n in numbers]
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
-def test_local_files_are_read_and_split_without_overlap(tmp_path, kind):
-    rows, path = numbered(*range(20)), tmp_path / f"data.{kind}"
-    if kind == "jsonl":
+def write_as(path, rows):
+    """Writes the rows in the form that the end of the path names; no end is a folder of save_to_disk."""
+    from datasets import Dataset
+    if path.suffix == ".jsonl":
         write_rows(path, rows)
-    elif kind == "json":
-        path.write_text(json.dumps(rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
     else:
-        import pandas
-        pandas.DataFrame(rows).to_parquet(path)
-    args = settings("--dataset", str(path), "--eval-size", "5")
+        saved = path if not path.suffix else path.with_suffix(".saved")
+        Dataset.from_list(rows).save_to_disk(saved)
+        if path.suffix == ".arrow":
+            next(saved.glob("*.arrow")).rename(path)
+    return str(path)
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.parquet", "data.arrow", "folder"])
+def test_local_files_are_read_and_split_without_overlap(tmp_path, name):
+    path = write_as(tmp_path / name, numbered(*range(20)))
+    args = settings("--dataset", path, "--eval-size", "5")
     train, held_out = ng.load_examples(args)
     assert len(held_out) == 5 and len(train) == 15
     assert {example.ground_truth for example in train + held_out} == {str(n) for n in range(20)}
     args.seed = 4
     assert ng.load_examples(args)[1] == held_out  # the same for every seed
     test = write_rows(tmp_path / "test.jsonl", numbered(100, 101))
-    train, held_out = ng.load_examples(settings("--dataset", str(path), "--eval-dataset", test))
+    train, held_out = ng.load_examples(settings("--dataset", path, "--eval-dataset", test))
+    assert [example.ground_truth for example in train] == [str(n) for n in range(20)]
     assert [len(train), len(held_out)] == [20, 2]
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+def test_folders_keep_their_splits_and_ask_no_hub(tmp_path, monkeypatch, form):
+    import huggingface_hub
+    from datasets import Dataset, DatasetDict
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *args, **kwargs: pytest.fail("asked"))
+    splits = {"train": numbered(1, 2, 3), "test": numbered(4, 5)}
+    if form == "saved":
+        saved = {"train": splits["train"], "dev": splits["test"]}  # dev, val and validation are one
+        saved = DatasetDict({key: Dataset.from_list(rows) for key, rows in saved.items()})
+        saved.save_to_disk(tmp_path / "d")
+    else:
+        (tmp_path / "d").mkdir()
+        for key, rows in splits.items():
+            write_as(tmp_path / "d" / f"{key}.{form}", rows)
+    golds = [[example.ground_truth for example in examples]
+             for examples in ng.load_examples(settings("--dataset", str(tmp_path / "d")))]
+    assert golds == [["1", "2", "3"], ["4", "5"]]
+    other = write_rows(tmp_path / "other.jsonl", numbered(6, 7))  # of evaluation data, the test split counts
+    train, held_out = ng.load_examples(settings("--dataset", other, "--eval-dataset", str(tmp_path / "d")))
+    assert [example.ground_truth for example in train + held_out] == ["6", "7", "4", "5"]
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_pattern_names_all_its_files_in_order(tmp_path, kind):
+    for number in (2, 1):
+        write_as(tmp_path / f"train-{number}.{kind}", numbered(number))
+    splits = rewards.read_examples(str(tmp_path / f"train-*.{kind}"), "--dataset")
+    assert [example.ground_truth for example in splits["train"]] == ["1", "2"]
+
+@pytest.mark.parametrize("name, want", [
+    ("math", ("DigitalLearningGmbH/MATH-lighteval", None)), ("gsm8k", ("openai/gsm8k", "main")),
+    ("openai/gsm8k:socratic", ("openai/gsm8k", "socratic")), ("some/data", ("some/data", None))])
+def test_hub_names_carry_a_configuration(monkeypatch, name, want):
+    import datasets
+    import huggingface_hub
+    asked = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda api, *ids, **kwargs: asked.append(ids))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: asked.append(args) or {"test": numbered(1)})
+    assert list(rewards.read_examples(name, "--dataset")) == ["test"] and asked == [want[:1], want]
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_told_in_one_line(monkeypatch, capfd, caplog):
+    import datasets
+    import huggingface_hub
+    def no_hub(*args, **kwargs):
+        logging.getLogger("huggingface_hub").warning("Retrying in 1 s")
+        raise OSError("no route")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", no_hub)
+    monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", lambda *a, **kwargs: pytest.fail("again"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    with pytest.raises(SystemExit):
+        rewards.read_examples("no-one/nothing", "--dataset")
+    lines = capfd.readouterr()
+    assert lines.out == "" and len(lines.err.splitlines()) == 1 and not caplog.records
+    assert "--dataset no-one/nothing cannot be read (Couldn't reach" in lines.err
+
+def test_text_of_any_kind_and_length_is_read_as_it_stands(tmp_path):
+    rows = numbered(1, 2) + [{"question": "😀\r\n\u2028é" + "x" * 100_000, "answer": "007"}]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows) + "\r\n"
+    (tmp_path / "data.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())  # as Windows writes it
+    for path in (str(tmp_path / "data.jsonl"), write_as(tmp_path / "data.parquet", rows)):
+        examples = rewards.read_examples(path, "--dataset")["train"]
+        assert [[example.question, example.ground_truth] for example in examples] == [
+            [row["question"], row["answer"]] for row in rows]
+
+def test_bad_rows_are_dropped_and_counted(tmp_path, capsys):
+    rows = [*numbered(1, 2), {"question": None, "answer": "1"}, {"question": "q", "answer": " "}, None,
+            {"question": "q", "answer": {"a": 1}}, {"question": "1.50 ?", "answer": "1.50"}]
+    path = write_rows(tmp_path / "data.jsonl", rows)
+    assert [example.ground_truth for example in rewards.read_examples(path, "--dataset")["train"]] == [
+        "1", "2", "1.50"]  # a mixed column leaves text as it is
+    assert capsys.readouterr().out == (f"note: --dataset {path}: 4 of 7 rows dropped: no question or no "
+                                       "answer (first: row 3 of train)\n")
+
+def test_duplicates_are_no_leak_but_lie_on_one_side_of_a_split(tmp_path, capsys):
+    rows = numbered(*range(20)) + [{"question": f"WHAT is\n {n}?", "answer": str(n)} for n in range(20)]
+    path = write_rows(tmp_path / "data.jsonl", rows)
+    train, held_out = ng.load_examples(settings("--dataset", path, "--eval-size", "10"))
+    left_out = 30 - len(train)
+    assert len(held_out) == 10 and left_out > 0
+    assert not {example.ground_truth for example in train} & {example.ground_truth for example in held_out}
+    assert f"{left_out} of 30 rows left out: their question is held out" in capsys.readouterr().out
+    test = write_rows(tmp_path / "test.jsonl", numbered(100))
+    assert len(ng.load_examples(settings("--dataset", path, "--eval-dataset", test))[0]) == 40
+
+@pytest.mark.parametrize("shared, refused", [(0, False), (2, False), (3, True)])
+def test_the_own_test_split_may_share_one_question_in_a_hundred(tmp_path, capsys, shared, refused):
+    write_rows(tmp_path / "train.jsonl", numbered(*range(200)))
+    write_rows(tmp_path / "test.jsonl", numbered(*range(200 - shared, 300)))
+    args = settings("--dataset", str(tmp_path))
+    if refused:
+        with pytest.raises(SystemExit):
+            ng.load_examples(args)
+        assert "has 3 questions of the evaluation data" in capsys.readouterr().err
+    else:
+        assert [len(examples) for examples in ng.load_examples(args)] == [200 - shared, 100 + shared]
+        assert (f"{shared} of 200 rows left out" in capsys.readouterr().out) == (shared > 0)
+
+def test_a_data_set_with_a_test_split_alone_is_split(tmp_path):
+    write_rows(tmp_path / "test.jsonl", numbered(*range(10)))
+    examples = ng.load_examples(settings("--dataset", str(tmp_path), "--eval-size", "4"))
+    assert [len(part) for part in examples] == [6, 4]
+
+def test_a_fingerprint_names_questions_and_truths_in_order_and_no_traces():
+    examples = [ng.Example("q", "1"), ng.Example("é😀", "2")]
+    text = json.dumps([["q", "1"], ["é😀", "2"]])
+    assert rewards.fingerprint(examples) == hashlib.sha256(text.encode()).hexdigest()[:16]
+    with_trace = [ng.Example("q", "1", "trace", [3]), examples[1]]
+    assert rewards.fingerprint(with_trace) == rewards.fingerprint(examples)
+    others = [examples[::-1], examples[:1], [ng.Example("q", "1"), ng.Example("é😀", "3")]]
+    assert len({rewards.fingerprint(one) for one in [examples, *others]}) == 4
 
 def test_prompts_over_the_context_are_dropped_counted_and_the_others_keep_their_order(capsys):
     """Prompt + budget over the model's context stops an engine: trl#3180."""
@@ -952,9 +1099,9 @@ def test_flags_that_cannot_mean_what_they_say_are_refused(monkeypatch, capsys, a
     assert names in refusal(monkeypatch, capsys, *argv.split())
 
 @pytest.mark.parametrize("rows, words", [
-    ([], "data.jsonl"), (numbered(1, 2, 3) + [{"question": "q"}], "row 4"), ([{"answer": "1"}], "row 1"),
-    (numbered(1, 2) + [{"question": "", "answer": "1"}], "row 3"), (numbered(1), "data.jsonl"),
-    (numbered(1, 2) + [{"question": "q", "answer": None}], "row 3")])
+    ([], "data.jsonl: it has no rows"), (numbered(1), "too few rows"), (numbered(1) * 9, "too few rows"),
+    ([{"answer": "1"}], "row 1 of train has no question or problem (its fields: answer)"),
+    ([{"question": "q", "answer": None}, {"question": "q"}], "row 1 of train has no answer, ground_t")])
 def test_data_files_without_rows_question_or_answer_are_refused(tmp_path, monkeypatch, capsys, rows, words):
     assert words in refusal(monkeypatch, capsys, "--dataset", write_rows(tmp_path / "data.jsonl", rows))
 
@@ -964,9 +1111,13 @@ def test_unreadable_and_leaking_data_are_refused(tmp_path, monkeypatch, capsys):
     for name in ("bad.jsonl", "bad.parquet"):
         assert name in refusal(monkeypatch, capsys, "--dataset", str(tmp_path / name))
     train = write_rows(tmp_path / "train.jsonl", numbered(1, 2, 3))
-    test = write_rows(tmp_path / "test.jsonl", [{"question": "  what IS\n 3?", "answer": "3"}])
+    test = write_rows(tmp_path / "test.jsonl", [{"question": "  what IS\n \uff13?", "answer": "3"}])
     line = refusal(monkeypatch, capsys, "--dataset", train, "--eval-dataset", test)
-    assert "1 question" in line and "evaluation" in line
+    assert "1 question" in line and "evaluation" in line and "MATH" not in line
+    big = write_rows(tmp_path / "big.jsonl", numbered(*range(12_000)))
+    official = write_rows(tmp_path / "official.jsonl", numbered(*range(7_500, 12_500)))
+    line = refusal(monkeypatch, capsys, "--dataset", big, "--eval-dataset", official)
+    assert "has 4500 questions" in line and "only the official 7,500/5,000 split is clean" in line
     line = refusal(monkeypatch, capsys, "--mode", "sft", "--dataset", train, "--eval-size", "1")
     assert "solution" in line and train in line
 
@@ -1333,6 +1484,7 @@ def test_load_reward_fn(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert all(rewards.load_reward_fn(name) is function for name, function in rewards.REWARDS.items())
     half = rewards.load_reward_fn("plugged_in:half")
+    assert rewards.load_reward_fn("plugged_in.py:half") is half
     good = " so </think> <answer> 5 </answer>"  # a number is a reward; accuracy stays the grader's
     assert rewards.grade_answers(["x", good], ["y", "5"], half) == [
         {"format_reward": 0, "answer_reward": 0, "reward": 0.5},
@@ -1344,11 +1496,15 @@ def test_load_reward_fn(tmp_path, monkeypatch, capsys):
 
 def test_grade_answers_survives_a_broken_reward_function():
     def broken(response, ground_truth):
-        return {"reward": 1.0} if response == "good" else 1 / 0
+        return {"reward": float(response)} if response in ("nan", "-inf") else (
+            {"reward": 1.0} if response == "good" else 1 / 0)
     before = rewards.STATS["errors"]
     scores = rewards.grade_answers(["good", "bad", "good"], ["1"] * 3, broken)
     assert [one["reward"] for one in scores] == [1, 0, 1]
     assert rewards.STATS["errors"] == before + 1 and "ZeroDivisionError" in rewards.STATS["last_error"]
+    scores = rewards.grade_answers(["nan", "-inf", "good"], ["1"] * 3, broken)  # no number to learn from
+    assert [one["reward"] for one in scores] == [0, 0, 1]
+    assert rewards.STATS["errors"] == before + 3 and "not finite" in rewards.STATS["last_error"]
     with pytest.raises(ValueError):
         rewards.grade_answers(["a"], ["1", "2"], broken)
 
