@@ -894,8 +894,7 @@ def main(args):
                        state, save, records, run_dir, args)
         rewards.save_model(policy, tokenizer, run_dir / "model")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    examples = {"train": train, "held_out": held_out}
-    rewards.write_result(run_dir, records[-1], state["seconds"], gpus, examples, args)
+    rewards.write_result(run_dir, records[-1], state["seconds"], gpus, train, held_out, args)
 
 if __name__ == "__main__":
     rewards.guard(main, ARGS)

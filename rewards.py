@@ -1233,7 +1233,7 @@ def watch(records, warned):
             warned.add(key)
             print(f"warning: {key} was {before:.3g} and is {now:.3g} over 20 steps: look at samples.jsonl")
 
-def write_result(run_dir, metrics, seconds, gpus, examples, args):
+def write_result(run_dir, metrics, seconds, gpus, train, held_out, args):
     """result.json: the accuracy at the last step, never the best of the run, and what it takes to check."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     found = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
@@ -1242,8 +1242,8 @@ def write_result(run_dir, metrics, seconds, gpus, examples, args):
     result = {
         **{key: metrics[f"eval/{key}"] for key in ("accuracy", "stderr", "format_reward", "length")},
         "step": metrics["step"], "hours": seconds / 3600, "generations": "evaluation.jsonl",
-        "flags": vars(args), "questions": {name: len(rows) for name, rows in examples.items()},
-        "sha256": {name: fingerprint(rows) for name, rows in examples.items()},
+        "train": {"questions": len(train), "sha256": fingerprint(train)},
+        "held_out": {"questions": len(held_out), "sha256": fingerprint(held_out)}, "flags": vars(args),
         "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
         "versions": {"python": platform.python_version(), **versions},
         "hardware": {"cpu": platform.machine(), "cores": os.cpu_count(), "gpus": gpus}}
