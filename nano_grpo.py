@@ -127,8 +127,7 @@ FLAGS = {
         ("--runs", MANY, None, "run folders; those that differ in the seed only become one line with a band"),
         ("--metrics", MANY, rewards.CURVES, "one panel each"),
         ("--output", str, "curves.png", "the figure")]}
-USED_BY = {"questions": ["expert_iteration", "grpo"], "advantage": ["grpo"], "loss": ["grpo"],
-           "step": ["sft", "expert_iteration", "grpo"], "plot": ["plot"]}  # other stages: all modes
+USED_BY = {"questions": ["expert_iteration", "grpo"], "advantage": ["grpo"], "loss": ["grpo"]}  # else: by all
 RATIO = ["grpo_clip", "gspo", "cispo"]
 NEEDS = [  # a flag needs another one to be set, or to have one of these values, because
     ("cliprange", "loss", RATIO[:2], "no other loss clips on both sides"),
@@ -204,10 +203,10 @@ def refuse(args, given):
     """Stops, with one line, on flags that would run and not mean what they say; `given` has their names."""
     for stage, (flag, _, default, _) in ((stage, row) for stage, rows in FLAGS.items() for row in rows):
         key, modes = flag[2:].replace("-", "_"), USED_BY.get(stage, [args.mode])
-        value = getattr(args, key)
-        if type(value) in (int, float) and (value < 0 or value == 0 and default != 0 and key != "min_tokens"):
+        value, may_be_zero = getattr(args, key), default == 0 or key == "min_tokens"
+        if type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
             stop_run(f"{flag} must be above 0, not {value}")
-        if key in given and args.mode not in modes and not args.resume:
+        if key in given and args.mode not in ["eval", *modes] and not args.resume:
             stop_run(f"{flag} does nothing in --mode {args.mode}, only in {', '.join(modes)}: leave it out")
     for key, other, values, why in NEEDS:
         fits = getattr(args, other) in values if values else getattr(args, other)
@@ -219,7 +218,8 @@ def refuse(args, given):
          "--group-size 1 leaves no group to compare with: take 2 or more (or --baseline none)"),
         (args.curriculum == "easy_to_hard" and not args.difficulty_filter,
          "--curriculum easy_to_hard needs pass rates: add --difficulty-filter 8"),
-        (args.model.count("/") > 1 and not Path(args.model).exists(), f"--model {args.model} is no folder"),
+        ((args.model.count("/") > 1 or args.model.startswith(".")) and not Path(args.model).exists(),
+         f"--model {args.model} is no folder"),
         (args.rollout_batch_size % args.group_size,
          f"--group-size {args.group_size} does not divide --rollout-batch-size {args.rollout_batch_size}"),
         (args.rollout_batch_size % args.train_batch_size,
@@ -353,9 +353,10 @@ def start_engine(path, args):
     """vLLM in this process, on cuda:0 (the policy is on cuda:1, or shares cuda:0 and the engine sleeps)."""
     settings = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR",
                     VLLM_CPU_KVCACHE_SPACE="1", TORCH_CPP_LOG_LEVEL="ERROR")
-    os.environ.update({**settings, **os.environ})
+    os.environ.update(settings | os.environ)
     warnings.filterwarnings("ignore", module="vllm")
     import vllm
+    import vllm._custom_ops
     vllm._custom_ops._supports_onednn = False  # CPU: no packed weights, so that a push can copy in place
     has_cuda, is_shared = torch.cuda.is_available(), torch.cuda.device_count() == 1
     try:
@@ -423,7 +424,7 @@ def sample(sampler, tokenizer, examples, n, seed, version, args, prefixes=None, 
     if sampler.version != version:
         raise PushError(f"stale sampler: it has the weights of step {sampler.version}, not {version}")
     rows, stop, prefixes = [], PROMPTS[args.prompt][1], prefixes or [""] * len(examples)
-    begun = [tokenizer.encode(prefix, add_special_tokens=False) for prefix in prefixes]
+    begun = [tokenizer.encode(prefix, add_special_tokens=False) if prefix else [] for prefix in prefixes]
     prompts = [example.prompt_ids + ids for example, ids in zip(examples, begun)]
     samples = sampler.generate(prompts, n, seed, max_tokens or args.max_tokens)
     if [len(one) for one in samples] != [n] * len(examples):
@@ -771,7 +772,7 @@ def update(policy, reference, optimizer, rows, step, args):
 
 # --- Evaluation and checkpoint -----------------------------------------------------------------------------
 def evaluate(sampler, tokenizer, held_out, reward_fn, step, run_dir, args):
-    """One response to each held-out question, always with the same seed -> metrics; and evaluation.jsonl."""
+    """One response to each held-out question, always with the same seed -> (metrics, rows)."""
     def ask(examples, prefixes, max_tokens):
         seed = seed_for(args.seed, "eval")
         return sample(sampler, tokenizer, examples, 1, seed, step, args, prefixes, max_tokens)
@@ -781,7 +782,7 @@ def evaluate(sampler, tokenizer, held_out, reward_fn, step, run_dir, args):
         rewards.keep_to_budget(rows, ask, tokenizer, args)
     score(rows, reward_fn)
     write_lines(run_dir / "evaluation.jsonl", [rewards.response_record(row, args) for row in rows])
-    return rewards.evaluation_metrics(rows, args.reward_fn)
+    return rewards.evaluation_metrics(rows, args.reward_fn), rows
 
 def save_checkpoint(policy, reference, optimizer, state, run_dir, keep):
     """All that a resumed run needs: samples follow from seed and step, questions from their counts."""
@@ -817,7 +818,7 @@ def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held
         metrics = state["metrics"]
         if not metrics:  # else the run was stopped between this step's update and its log
             step = state["step"] + 1
-            metrics = {"step": step}
+            metrics = {"step": step, "time/rollout": 0.0}
             if args.mode == "sft":
                 asked = questions.take(args.rollout_batch_size)
                 rows = trained = [Row(*parts) for parts in rewards.solutions(asked, tokenizer, args)]
@@ -838,7 +839,7 @@ def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held
         last = rewards.is_last([*records, metrics], time.time() - started, args)
         if last or state["step"] % args.eval_every == 0:
             with stopwatch(metrics, "eval"):
-                metrics |= evaluate(sampler, tokenizer, held_out, reward_fn, state["step"], run_dir, args)
+                metrics |= evaluate(sampler, tokenizer, held_out, reward_fn, state["step"], run_dir, args)[0]
         with hold_signals():
             rewards.log_step(run_dir, metrics, rows[:8], args)
             records.append(metrics)
@@ -883,8 +884,8 @@ def main(args):
     if not rewards.read_log(run_dir / "metrics.jsonl"):
         metrics = {"step": 0}
         with stopwatch(metrics, "eval"):
-            metrics |= evaluate(sampler, tokenizer, held_out, reward_fn, 0, run_dir, args)
-        rewards.log_step(run_dir, metrics, [], args)
+            more, rows = evaluate(sampler, tokenizer, held_out, reward_fn, 0, run_dir, args)
+        rewards.log_step(run_dir, metrics | more, rows[:8], args)
     records = rewards.read_log(run_dir / "metrics.jsonl")
     if args.mode != "eval":
         def save():

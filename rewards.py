@@ -264,23 +264,24 @@ def filter_questions(examples, ask, path, args):
     scored rows an example, begun with prefix. It is paid for once: the shares right are kept in `path`."""
     tests = {test: prefix for test, prefix in (("difficulty_filter", ""), ("guessable_filter", CLOSE))
              if vars(args)[test]}
-    if tests and not path.exists():
+    if not tests:
+        return examples
+    if not path.exists():
         rates = {}
         for test, prefix in tests.items():
             n = vars(args)[test]
             right = [row.reward["answer_reward"] for row in ask(examples, prefix, n)]
             rates[test] = [mean(right[start:start + n]) for start in range(0, len(right), n)]
         write_lines(path, [rates])
-    rates = read_log(path)[0] if tests else {}
+    rates = read_log(path)[0]
     for example, rate in zip(examples, rates.get("difficulty_filter", [])):
         example.pass_rate = rate
     guessed = {id(example) for example, rate in zip(examples, rates.get("guessable_filter", [])) if rate}
     easy, hard = ({id(example) for example in examples if example.pass_rate == rate} for rate in (1, 0))
     kept = [example for example in examples if id(example) not in guessed | easy | hard]
-    if tests:
-        print(f"filters: {len(kept)} of {len(examples)} questions stay; always right {len(easy)}, "
-              f"never right {len(hard)}, guessed {len(guessed)}")
-    return kept or stop_run(f"{' and '.join(tests)} left no question: take another n or model")
+    print(f"filters: {len(kept)} of {len(examples)} questions stay; always right {len(easy)}, "
+          f"never right {len(hard)}, guessed {len(guessed)}")
+    return kept or stop_run("--difficulty-filter and --guessable-filter left no question: leave one out")
 
 STYLES = dict(careful=0.13, checked=0.1, guess=0.37, ramble=0.2, untagged=0.2)
 def task_chain(task, digits, rng=None, slip=0.0):
@@ -1156,7 +1157,8 @@ def open_run(args, script):
     if (run_dir / "metrics.jsonl").exists() and not args.resume:
         stop_run(f"--run-dir {run_dir} holds a run: add --resume to go on with it, or give another folder")
     flags = {key: value for key, value in vars(args).items() if key not in ("resume", "run_dir")}
-    write_atomic(run_dir / "args.json", lambda path: path.write_text(json.dumps({"args": flags}, indent=2)))
+    record = json.dumps({"args": flags, "torch": importlib.metadata.version("torch")}, indent=2)
+    write_atomic(run_dir / "args.json", lambda path: path.write_text(record))
     write_atomic(run_dir / "nano_grpo.py", lambda path: shutil.copy(script, path))
     return run_dir
 

@@ -29,7 +29,7 @@ import rewards
 
 SCRIPT = Path(ng.__file__).resolve()
 AGGREGATIONS = ("sequence", "token", "constant")
-TOKENIZER = ng.tiny_tokenizer()
+TOKENIZER = rewards.tiny_tokenizer()
 EOS = TOKENIZER.eos_token_id
 THINK, ANSWER, CLOSE = TOKENIZER.encode("</think><answer></answer>")
 
@@ -90,6 +90,14 @@ def gradient(policy, rows, args):
     policy.zero_grad()
     sums = ng.train_step(policy, torch.optim.SGD(policy.parameters(), lr=0.0), rows, args)
     return torch.cat([weight.grad.flatten() for weight in policy.parameters()]).clone(), sums
+
+def trace_rows(examples, tokenizer, args):
+    return [ng.Row(*parts) for parts in rewards.solutions(examples, tokenizer, args)]
+
+def shaped_rows_to_train_on(rows, step, args):
+    for start in range(0, len(rows), args.group_size):
+        rewards.shape(rows[start:start + args.group_size], step, args)
+    return ng.rows_to_train_on(rows, args)
 
 def plain_log_probs(policy, row, temperature=1.0):
     """Log-probs of a response from full logits of one row, without padding, chunks or masks."""
@@ -177,12 +185,12 @@ def test_shaping_terms_are_added_to_the_reward(flags, step, want):
     args, rows = settings(*flags.split(), "--group-size", "4", "--baseline", "none"), shaping_rows()
     for row in rows:
         row.text = "all words are english </think> <answer> 5 </answer>"
-    rows = ng.rows_to_train_on(rows, step, args)
+    rows = shaped_rows_to_train_on(rows, step, args)
     close([row.advantage for row in rows], want)
 
 def test_masked_truncated_rows_are_in_the_baseline_but_not_in_the_loss():
     args = settings("--group-size", "4", "--no-std-norm", "--truncated", "mask")
-    rows = ng.rows_to_train_on(shaping_rows(), 1, args)
+    rows = shaped_rows_to_train_on(shaping_rows(), 1, args)
     close([row.advantage for row in rows], [.5, .5, -.5])
 
 def test_rows_to_train_on_keeps_groups_in_grpo_and_right_rows_in_expert_iteration():
@@ -192,9 +200,9 @@ def test_rows_to_train_on_keeps_groups_in_grpo_and_right_rows_in_expert_iteratio
             row.reward = {"reward": float(value), "answer_reward": float(value), "format_reward": 1.0}
         return rows
     grpo = settings("--group-size", "4", "--rollout-batch-size", "8", "--train-batch-size", "8")
-    rows = ng.rows_to_train_on(scored(), 1, grpo)
+    rows = shaped_rows_to_train_on(scored(), 1, grpo)
     close([row.advantage for row in rows], [1.499997] + 3 * [-.499999] + 2 * [.8660239] + 2 * [-.8660239])
-    rows = ng.rows_to_train_on(scored(), 1, settings("--mode", "expert_iteration"))
+    rows = shaped_rows_to_train_on(scored(), 1, settings("--mode", "expert_iteration"))
     assert [row.reward["reward"] for row in rows] == [1, 1, 1]
 
 # --- Losses and aggregation --------------------------------------------------------------------------------
@@ -468,21 +476,21 @@ def test_logged_sums_of_entropy_and_clip_fraction():
         for budget in ("1000", "1"):
             args = settings("--cliprange", "0.2", "--cliprange-high", high, "--microbatch-tokens", budget)
             _, sums = gradient(policy, rows, args)
-            assert sums["clipped"] == clipped
+            assert sums["clip_fraction"] == clipped
             close(sums["entropy"], want, 1e-5)
 
 def test_first_step_of_grpo_clip_is_reinforce():
     """The ratio is exactly 1: the loss is about 0, yet its gradient is REINFORCE's."""
     policy, rows, fresh = random_policy(), make_rows(), make_rows()
     clip, pg = (settings("--loss", loss, "--max-grad-norm", "1e9") for loss in ("grpo_clip", "pg"))
-    ng.cache_old_log_probs(policy, rows, clip)
+    ng.cache_log_probs(policy, rows, "old_log_probs", clip)
     want, _ = gradient(policy, make_rows(), pg)
     assert want.norm() > 0.1
     for some in (rows, fresh):  # with cached old log-probs, and on the fly
         got, sums = gradient(policy, some, clip)
         close(got, want)
         close(sums["loss"], -(1 - 0.5 + 2) / 3)
-        assert sums["clipped"] == 0
+        assert sums["clip_fraction"] == 0
 
 def watch(monkeypatch, name):
     """Records the arguments of each call of a function of nano_grpo."""
@@ -505,8 +513,8 @@ def test_epochs_train_each_row_once_on_log_probs_of_the_rollout(monkeypatch, los
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     steps = []
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    passes, batches = watch(monkeypatch, "cache_old_log_probs"), watch(monkeypatch, "train_step")
-    metrics = ng.update(policy, optimizer, rows, args, 1)
+    passes, batches = watch(monkeypatch, "cache_log_probs"), watch(monkeypatch, "train_step")
+    metrics = ng.update(policy, None, optimizer, rows, 1, args)
     assert len(steps) == len(batches) == 3 * epochs and len(passes) == (loss == "grpo_clip")
     position = {id(row): i for i, row in enumerate(rows)}
     order = [position[id(row)] for batch in batches for row in batch[2]]
@@ -523,19 +531,19 @@ def test_leftover_rows_are_trained_on(monkeypatch):
     """Expert iteration keeps any number of rows: half of a rollout must not be lost."""
     policy, args = random_policy(), settings("--mode", "expert_iteration", "--train-batch-size", "4")
     optimizer, batches = torch.optim.SGD(policy.parameters(), lr=.1), watch(monkeypatch, "train_step")
-    ng.update(policy, optimizer, [make_row([1], [2]) for _ in range(6)], args, 1)
+    ng.update(policy, None, optimizer, [make_row([1], [2]) for _ in range(6)], 1, args)
     assert [len(batch[2]) for batch in batches] == [4, 2]
-    metrics = ng.update(policy, optimizer, [], args, 1)  # nothing was right
+    metrics = ng.update(policy, None, optimizer, [], 1, args)  # nothing was right
     assert len(batches) == 2 and metrics["train/entropy"] is None  # not 0, which would look like a collapse
     assert all(value is None or math.isfinite(value) for value in metrics.values())
 
 def test_update_averages_over_tokens_and_over_optimizer_steps(monkeypatch):
-    sums = iter([dict(loss=1., tokens=10., entropy=5., clipped=1., grad_norm=2., steps=1.),
-                 dict(loss=3., tokens=30., entropy=35., clipped=3., grad_norm=4., steps=1.)])
+    sums = iter([dict(loss=1., tokens=10., entropy=5., clip_fraction=1., grad_norm=2., steps=1.),
+                 dict(loss=3., tokens=30., entropy=35., clip_fraction=3., grad_norm=4., steps=1.)])
     monkeypatch.setattr(ng, "train_step", lambda *_: next(sums))
     args = settings("--train-batch-size", "4", "--rollout-batch-size", "8", "--loss", "pg")
     optimizer = torch.optim.SGD(random_policy().parameters(), lr=.1)
-    metrics = ng.update(None, optimizer, [make_row([1], [2])] * 8, args, 1)
+    metrics = ng.update(None, None, optimizer, [make_row([1], [2])] * 8, 1, args)
     keys = ("loss", "grad_norm", "entropy", "clip_fraction")
     close([metrics[f"train/{key}"] for key in keys], [2.0, 3.0, 1.0, 0.1])
 
@@ -568,9 +576,9 @@ def test_prompt_is_the_r1_zero_text_byte_for_byte():
     "naïve ∑ 漢字 \n\t x", "%s {"])
 def test_prompts_hold_the_question_once_whatever_its_braces(question):
     before, after = rewards.R1_ZERO_PROMPT.split("{question}")
-    example = ng.add_prompts([ng.Example(question, "1")], TOKENIZER, settings())[0]
+    example = rewards.add_prompts([ng.Example(question, "1")], TOKENIZER, settings())[0]
     assert TOKENIZER.decode(example.prompt_ids) == before + question + after
-    ng.add_prompts([example], TOKENIZER, settings("--prompt", "question_only"))
+    rewards.add_prompts([example], TOKENIZER, settings("--prompt", "question_only"))
     assert TOKENIZER.decode(example.prompt_ids) == question
 
 def test_tiny_tokenizer_reads_the_prompt_in_few_tokens_and_survives_saving(tmp_path):
@@ -586,21 +594,21 @@ def test_tiny_tokenizer_reads_the_prompt_in_few_tokens_and_survives_saving(tmp_p
 
 def test_a_bos_token_comes_once_and_never_into_a_response():
     from tokenizers.processors import TemplateProcessing
-    tokenizer, bos = ng.tiny_tokenizer(), TOKENIZER.encode("~")[0]
+    tokenizer, bos = rewards.tiny_tokenizer(), TOKENIZER.encode("~")[0]
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="~ $A", special_tokens=[("~", bos)])
     example = ng.Example("What is 1 + 2 ?", "3", "so 3")
-    ng.add_prompts([example], tokenizer, settings())
+    rewards.add_prompts([example], tokenizer, settings())
     assert example.prompt_ids.count(bos) == 1 and example.prompt_ids[0] == bos
-    assert bos not in ng.trace_rows([example], tokenizer, settings())[0].response_ids
+    assert bos not in trace_rows([example], tokenizer, settings())[0].response_ids
     batch = ng.tokenize_prompt_and_output(["What"], [" is"], tokenizer)
     assert (batch["input_ids"] == bos).sum() == 1 and (batch["labels"] == bos).sum() == 0
 
 def test_nothing_is_tokenised_after_the_rollout(monkeypatch):
     """Text decoded and tokenised again changes ids, and the ratio is no longer 1: trl#5224."""
-    policy, tokenizer = random_policy(), ng.tiny_tokenizer()
+    policy, tokenizer = random_policy(), rewards.tiny_tokenizer()
     args = settings("--rollout-batch-size", "8", "--group-size", "4", "--train-batch-size", "4",
                     "--max-tokens", "8")
-    examples = ng.add_prompts(ng.task_examples("arithmetic")[0][:2], tokenizer, args)
+    examples = rewards.add_prompts(rewards.task_examples("arithmetic")[0][:2], tokenizer, args)
     sampler = make_sampler(policy, args, tokenizer)
 
     def refuse(*_, **__):
@@ -610,22 +618,22 @@ def test_nothing_is_tokenised_after_the_rollout(monkeypatch):
     rows = ng.sample(sampler, tokenizer, examples, 4, 0, 0, args)
     sampled = [list(row.response_ids) for row in rows]
     ng.score(rows, lambda response, truth: float(len(response) % 2))
-    rows = ng.rows_to_train_on(rows, 1, args)
+    rows = shaped_rows_to_train_on(rows, 1, args)
     trained = []
     policy.model.register_forward_hook(lambda module, inputs, output: trained.append(inputs[0]))
-    metrics = ng.update(policy, torch.optim.AdamW(policy.parameters(), lr=1e-3), rows, args, 1)
+    metrics = ng.update(policy, None, torch.optim.AdamW(policy.parameters(), lr=1e-3), rows, 1, args)
     assert trained and metrics["train/grad_norm"] > 0 and [row.response_ids for row in rows] == sampled
 
 def test_trace_rows_are_in_the_format_and_end_themselves():
     examples = [ng.Example("q", "12", "5 + 7 is 12"),
                 ng.Example("q", "3", " so </think> <answer> 3 </answer>")]
-    for row in ng.trace_rows(examples, TOKENIZER, settings("--mode", "sft")):
+    for row in trace_rows(examples, TOKENIZER, settings("--mode", "sft")):
         assert rewards.r1_zero_reward_fn(row.text, row.example.ground_truth)["reward"] == 1
         assert TOKENIZER.decode(row.response_ids) == row.text and row.response_ids[-1] == CLOSE
         assert row.advantage == 1.0
-    row = ng.trace_rows(examples[:1], TOKENIZER, settings("--mode", "sft", "--prompt", "question_only"))[0]
+    row = trace_rows(examples[:1], TOKENIZER, settings("--mode", "sft", "--prompt", "question_only"))[0]
     assert TOKENIZER.decode(row.response_ids[:-1]) == "5 + 7 is 12" and row.response_ids[-1] == EOS
-    row = ng.trace_rows(examples[:1], TOKENIZER, settings("--mode", "sft", "--max-tokens", "5"))[0]
+    row = trace_rows(examples[:1], TOKENIZER, settings("--mode", "sft", "--max-tokens", "5"))[0]
     assert row.response_ids == TOKENIZER.encode(" 5 + 7 is 12")[:5]
 
 # --- HF sampler --------------------------------------------------------------------------------------------
@@ -711,7 +719,7 @@ def test_a_response_ends_with_the_last_sampled_id_and_nothing_is_appended():
 
 def test_a_stop_string_over_many_tokens_or_inside_one_is_found():
     """265 Qwen tokens extend `>`: the text is cut at </answer>, the ids are not."""
-    tokenizer = ng.tiny_tokenizer()
+    tokenizer = rewards.tiny_tokenizer()
     tokenizer.add_tokens([">\n\n"])
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "</answer>"]  # one byte each
     for last in (letters[-1], len(tokenizer) - 1):
@@ -727,7 +735,7 @@ def test_a_stale_sampler_is_refused():
         sample(policy, args, version=1)
     with pytest.raises(RuntimeError, match="stale"):
         ng.evaluate(make_sampler(policy, args, version=3), TOKENIZER, [ng.Example("q", "a", None, [1])],
-                    rewards.r1_zero_reward_fn, 4, args)
+                    rewards.r1_zero_reward_fn, 4, None, args)
 
 def test_the_canary_finds_a_sampler_with_other_weights():
     policy, args = random_policy(), settings()
@@ -815,62 +823,63 @@ def test_a_reward_function_that_raises_scores_zero_and_is_counted():
     before = rewards.STATS["errors"]
     ng.score(rows, reward_fn)
     assert [row.reward["reward"] for row in rows] == [1, 0, 0, .5] and rewards.STATS["errors"] == before + 2
-    assert rows[1].reward["format_reward"] == 0 and ng.rollout_metrics(rows, 4)["train/grader_errors"] >= 2
+    rewards.shape(rows, 1, settings())
+    assert rows[1].reward["format_reward"] == 0 and rewards.rollout_metrics(rows, 4)["train/grader_errors"] >= 2
 
 def test_rollout_metrics_are_over_all_rows():
     rows = [make_row([1], [2] * length, truncated=length == 8) for length in (1, 2, 3, 4, 5, 6, 7, 8)]
     for row, right, formatted in zip(rows, (1, 1, 0, 0, 0, 0, 0, 0), (1, 1, 1, 0, 0, 0, 1, 0)):
-        row.reward = {"reward": right / 2, "answer_reward": float(right), "format_reward": float(formatted)}
-    metrics = {key[6:]: value for key, value in ng.rollout_metrics(rows, 4).items()}
+        row.reward = {"reward": right / 2, "answer_reward": float(right), "format_reward": float(formatted),
+                      "shaped": right / 2}
+    metrics = {key[6:]: value for key, value in rewards.rollout_metrics(rows, 4).items()}
     assert (metrics["reward"], metrics["answer_reward"], metrics["format_reward"]) == (.125, .25, .5)
     assert (metrics["length"], metrics["length_right"], metrics["length_wrong"]) == (4.5, 1.5, 5.5)
     assert (metrics["dead_groups"], metrics["truncated"]) == (.5, .125)
 
-def test_evaluation_is_at_the_training_temperature_with_its_standard_error(monkeypatch):
+def test_evaluation_is_at_the_training_temperature_with_its_standard_error(monkeypatch, tmp_path):
     policy, args = random_policy(), settings("--max-tokens", "6", "--temperature", "0.9", "--seed", "3")
     held_out = [ng.Example(str(i), "a", None, [i + 5, 6]) for i in range(16)]
     calls = watch(monkeypatch, "sample")
 
     def reward_fn(response, truth):
         return {"reward": -3.0, "format_reward": 0.0, "answer_reward": float(len(response) % 2)}
-    results = [ng.evaluate(make_sampler(policy, args, version=v), TOKENIZER, held_out, reward_fn, v, args)
-               for v in (0, 7)]
-    (metrics, rows), (again, same) = results
-    accuracy = sum(row.reward["answer_reward"] for row in rows) / 16
+    metrics, again = (ng.evaluate(make_sampler(policy, args, version=v), TOKENIZER, held_out, reward_fn, v,
+                                  tmp_path / str(v), args)[0] for v in (0, 7))
+    rows, same = (rewards.read_log(tmp_path / v / "evaluation.jsonl") for v in "07")
+    accuracy = sum(row["answer_reward"] for row in rows) / 16
     assert 0 < accuracy < 1 and metrics["eval/accuracy"] == accuracy
     close(metrics["eval/stderr"], math.sqrt(accuracy * (1 - accuracy) / 16))
-    assert metrics == again and len(rows) == 16  # same questions and seed at every step
-    assert [row.response_ids for row in rows] == [row.response_ids for row in same]
+    assert metrics == again and len(rows) == 16 and rows == same  # same questions and seed at every step
+    assert [row["ground_truth"] for row in rows] == 16 * ["a"]
     assert all(call[6].temperature == 0.9 and call[6].max_tokens == 6 and call[3] == 1 for call in calls)
 
 # --- Data --------------------------------------------------------------------------------------------------
-def test_an_epoch_covers_each_row_once_in_a_new_order():
-    def epoch(number, size, seed=0, count=12):
-        start = number * count // size
-        return [x for step in range(start + 1, start + count // size + 1)
-                for x in ng.batch_of_step(list(range(count)), step, size, seed)]
-    for size in (1, 3, 4, 12):
-        first, second = epoch(0, size), epoch(1, size)
-        assert sorted(first) == sorted(second) == list(range(12)) and first != second
-        assert first == epoch(0, 12) and first != list(range(12)) and epoch(0, size, seed=1) != first
-    whole = [x for step in range(1, 13) for x in ng.batch_of_step(list(range(12)), step, 5, 0)]
-    assert all(sorted(whole[i:i + 12]) == list(range(12)) for i in range(0, 60, 12))  # 5 does not divide 12
-    assert ng.batch_of_step(list(range(12)), 7, 5, 0) == whole[30:35]  # there is no state
+def test_an_epoch_covers_each_question_once_in_a_new_order():
+    def taken(size, batches, seed=0):
+        questions = rewards.Questions(list(range(12)), "uniform", seed)
+        return [x for _ in range(batches) for x in questions.take(size)]
+    first, second = taken(12, 2)[:12], taken(12, 2)[12:]
+    assert sorted(first) == sorted(second) == list(range(12)) and first != second
+    assert first != list(range(12)) and taken(12, 1, seed=1) != first
+    for size in (1, 3, 4):
+        assert taken(size, 24 // size) == first + second
+    whole = taken(5, 12)  # 5 does not divide 12
+    assert all(sorted(whole[i:i + 12]) == list(range(12)) for i in range(0, 60, 12))
 
 def test_seeds_differ_by_purpose_step_and_seed():
     keys = [(seed, purpose, step) for seed in (0, 1) for purpose in ("rollout", "eval") for step in range(50)]
-    assert len({ng.seed_for(*key) for key in keys}) == 200
+    assert len({rewards.seed_for(*key) for key in keys}) == 200
 
-@pytest.mark.parametrize("task", ng.TASKS)
+@pytest.mark.parametrize("task", rewards.TASKS)
 def test_built_in_tasks_are_right_disjoint_and_learnable_from_their_traces(task):
-    train, held_out = ng.task_examples(task)
+    train, held_out = rewards.task_examples(task)
     assert len({example.question for example in train + held_out}) == len(train) + len(held_out) == 2401
-    assert len(held_out) >= 512 and train == ng.task_examples(task)[0]
+    assert len(held_out) >= 512 and train == rewards.task_examples(task)[0]
     for example in train + held_out:
         digits = [int(digit) for digit in example.question if digit.isdigit()]
         assert example.ground_truth == (str(sum(digits)) if task == "arithmetic" else
                                         " ".join(map(str, sorted(digits))))
-    for row in ng.trace_rows(train[:200], TOKENIZER, settings("--mode", "sft", "--dataset", task)):
+    for row in trace_rows(train[:200], TOKENIZER, settings("--mode", "sft", "--dataset", task)):
         assert rewards.REWARDS["sort_positions" if task == "sort" else "r1_zero"](
             row.text, row.example.ground_truth) == {"format_reward": 1, "answer_reward": 1, "reward": 1}
         assert len(row.response_ids) < 96
@@ -907,9 +916,9 @@ def test_a_trace_is_asked_with_the_rebuilt_prompt_and_is_in_the_format():
     public = rewards.R1_ZERO_PROMPT.replace("User: {question}", "\nUser: What is {1} ?")  # a blank line
     record = {"prompt": public, "response": " so\n</think>\n<answer> 1 </answer>", "ground_truth": "1"}
     args = settings("--mode", "sft", "--max-tokens", "50")
-    example = ng.add_prompts([rewards.example_from_record(record)], TOKENIZER, args)[0]
+    example = rewards.add_prompts([rewards.example_from_record(record)], TOKENIZER, args)[0]
     assert TOKENIZER.decode(example.prompt_ids) == public.replace("\n\nUser:", "\nUser:")
-    row = ng.trace_rows([example], TOKENIZER, args)[0]
+    row = trace_rows([example], TOKENIZER, args)[0]
     assert rewards.r1_zero_reward_fn(row.text, "1") == {"format_reward": 1, "answer_reward": 1, "reward": 1}
 
 def write_rows(path, rows):
@@ -939,13 +948,13 @@ def write_as(path, rows):
 def test_local_files_are_read_and_split_without_overlap(tmp_path, name):
     path = write_as(tmp_path / name, numbered(*range(20)))
     args = settings("--dataset", path, "--eval-size", "5")
-    train, held_out = ng.load_examples(args)
+    train, held_out = rewards.load_examples(args)
     assert len(held_out) == 5 and len(train) == 15
     assert {example.ground_truth for example in train + held_out} == {str(n) for n in range(20)}
     args.seed = 4
-    assert ng.load_examples(args)[1] == held_out  # the same for every seed
+    assert rewards.load_examples(args)[1] == held_out  # the same for every seed
     test = write_rows(tmp_path / "test.jsonl", numbered(100, 101))
-    train, held_out = ng.load_examples(settings("--dataset", path, "--eval-dataset", test))
+    train, held_out = rewards.load_examples(settings("--dataset", path, "--eval-dataset", test))
     assert [example.ground_truth for example in train] == [str(n) for n in range(20)]
     assert [len(train), len(held_out)] == [20, 2]
 
@@ -964,10 +973,10 @@ def test_folders_keep_their_splits_and_ask_no_hub(tmp_path, monkeypatch, form):
         for key, rows in splits.items():
             write_as(tmp_path / "d" / f"{key}.{form}", rows)
     golds = [[example.ground_truth for example in examples]
-             for examples in ng.load_examples(settings("--dataset", str(tmp_path / "d")))]
+             for examples in rewards.load_examples(settings("--dataset", str(tmp_path / "d")))]
     assert golds == [["1", "2", "3"], ["4", "5"]]
     other = write_rows(tmp_path / "other.jsonl", numbered(6, 7))  # of evaluation data, the test split counts
-    train, held_out = ng.load_examples(settings("--dataset", other, "--eval-dataset", str(tmp_path / "d")))
+    train, held_out = rewards.load_examples(settings("--dataset", other, "--eval-dataset", str(tmp_path / "d")))
     assert [example.ground_truth for example in train + held_out] == ["6", "7", "4", "5"]
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -1024,13 +1033,13 @@ def test_bad_rows_are_dropped_and_counted(tmp_path, capsys):
 def test_duplicates_are_no_leak_but_lie_on_one_side_of_a_split(tmp_path, capsys):
     rows = numbered(*range(20)) + [{"question": f"WHAT is\n {n}?", "answer": str(n)} for n in range(20)]
     path = write_rows(tmp_path / "data.jsonl", rows)
-    train, held_out = ng.load_examples(settings("--dataset", path, "--eval-size", "10"))
+    train, held_out = rewards.load_examples(settings("--dataset", path, "--eval-size", "10"))
     left_out = 30 - len(train)
     assert len(held_out) == 10 and left_out > 0
     assert not {example.ground_truth for example in train} & {example.ground_truth for example in held_out}
     assert f"{left_out} of 30 rows left out: their question is held out" in capsys.readouterr().out
     test = write_rows(tmp_path / "test.jsonl", numbered(100))
-    assert len(ng.load_examples(settings("--dataset", path, "--eval-dataset", test))[0]) == 40
+    assert len(rewards.load_examples(settings("--dataset", path, "--eval-dataset", test))[0]) == 40
 
 @pytest.mark.parametrize("shared, refused", [(0, False), (2, False), (3, True)])
 def test_the_own_test_split_may_share_one_question_in_a_hundred(tmp_path, capsys, shared, refused):
@@ -1039,15 +1048,15 @@ def test_the_own_test_split_may_share_one_question_in_a_hundred(tmp_path, capsys
     args = settings("--dataset", str(tmp_path))
     if refused:
         with pytest.raises(SystemExit):
-            ng.load_examples(args)
+            rewards.load_examples(args)
         assert "has 3 questions of the evaluation data" in capsys.readouterr().err
     else:
-        assert [len(examples) for examples in ng.load_examples(args)] == [200 - shared, 100 + shared]
+        assert [len(examples) for examples in rewards.load_examples(args)] == [200 - shared, 100 + shared]
         assert (f"{shared} of 200 rows left out" in capsys.readouterr().out) == (shared > 0)
 
 def test_a_data_set_with_a_test_split_alone_is_split(tmp_path):
     write_rows(tmp_path / "test.jsonl", numbered(*range(10)))
-    examples = ng.load_examples(settings("--dataset", str(tmp_path), "--eval-size", "4"))
+    examples = rewards.load_examples(settings("--dataset", str(tmp_path), "--eval-size", "4"))
     assert [len(part) for part in examples] == [6, 4]
 
 def test_a_fingerprint_names_questions_and_truths_in_order_and_no_traces():
@@ -1065,7 +1074,7 @@ def test_prompts_over_the_context_are_dropped_counted_and_the_others_keep_their_
     args = settings("--max-tokens", "50")
     overhead = len(TOKENIZER.encode(rewards.R1_ZERO_PROMPT.replace("{question}", "")))
     args.context = overhead + 37 + 50
-    kept = ng.add_prompts(examples, TOKENIZER, args)
+    kept = rewards.add_prompts(examples, TOKENIZER, args)
     assert [len(example.question) for example in kept] == [10, 20, 37]
     assert "dropped 3 of 6" in capsys.readouterr().out
 
@@ -1236,21 +1245,21 @@ def test_four_steps_are_two_and_two_resumed_bit_for_bit(four_steps, tmp_path):
                                   "--loss pg", "--baseline loo", "--mode sft --dataset sort"])
 def test_any_run_can_be_resumed_with_its_flags(tmp_path, argv):
     args = settings(*argv.split(), "--run-dir", str(tmp_path), "--lr", "0.1")
-    ng.open_run(args)
+    rewards.open_run(args, SCRIPT)
     again = settings("--resume", "--run-dir", str(tmp_path), "--max-steps", "7")
     assert vars(again) == vars(args) | {"resume": True, "max_steps": 7}
 
 @pytest.mark.parametrize("argv", ["--lr 0.2", "--no-length-norm",
                          "--dataset sort", "--std-norm", "--group-size=4"])
 def test_a_resumed_run_with_another_flag_is_refused(tmp_path, capsys, argv):
-    ng.open_run(settings("--run-dir", str(tmp_path), "--no-std-norm"))
+    rewards.open_run(settings("--run-dir", str(tmp_path), "--no-std-norm"), SCRIPT)
     with pytest.raises(SystemExit):
         settings("--resume", "--run-dir", str(tmp_path), *argv.split())
     assert "--resume: " in capsys.readouterr().err
 
 def test_the_model_of_a_run_is_asked_as_in_the_run(tmp_path):
-    ng.open_run(settings("--run-dir", str(tmp_path), "--prompt", "question_only", "--temperature", "0.7",
-                         "--max-tokens", "40"))
+    rewards.open_run(settings("--run-dir", str(tmp_path), "--prompt", "question_only", "--temperature", "0.7",
+                              "--max-tokens", "40"), SCRIPT)
     (tmp_path / "model").mkdir()
     flags = ["--mode", "eval", "--model", str(tmp_path / "model")]
     args = settings(*flags)
@@ -1631,12 +1640,12 @@ needs_vllm = pytest.mark.skipif(
 def vllm_pair(request, tmp_path_factory):
     """A random model, its vLLM engine, and the sampler around both."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
-    folder, tokenizer = tmp_path_factory.mktemp("vllm") / "model", ng.tiny_tokenizer()
+    folder, tokenizer = tmp_path_factory.mktemp("vllm") / "model", rewards.tiny_tokenizer()
     torch.manual_seed(3)
-    shape = dict(ng.TINY, tie_word_embeddings=request.param, initializer_range=0.3)
+    shape = dict(rewards.TINY, tie_word_embeddings=request.param, initializer_range=0.3)
     config = Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **shape)
     policy = Qwen2ForCausalLM(config).eval()
-    ng.save_model(policy, tokenizer, folder)
+    rewards.save_model(policy, tokenizer, folder)
     args = ng.configure(ng.parse_args(["--model", "tiny"]), [], False)
     args.max_tokens, args.context = 24, 1024
     engine = ng.start_engine(str(folder), args)
