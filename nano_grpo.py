@@ -100,8 +100,7 @@ FLAGS = {
         ("--loss", ["pg", "grpo_clip", "gspo", "cispo", "kimi"], None, "pg: -A log pi; gspo: 2507.18071; "
          "cispo: 2506.13585; kimi: 2501.12599 (default: grpo_clip in --mode grpo)"),
         ("--cliprange", float, None, "eps of the clipped ratio (default: 0.2, with gspo 0.0003)"),
-        ("--cliprange-high", float, None, "upper eps, DAPO 2503.14476 (default: the same, gspo 0.0004); the "
-         "cap of cispo is 1 + this, where TRL's epsilon_high is the cap itself"),
+        ("--cliprange-high", float, None, "upper eps, DAPO 2503.14476; cispo: TRL's epsilon_high - 1"),
         ("--tau", float, None, "kimi: weight of the squared log ratio; not in the paper (default: 0.1)"),
         ("--reset-optimizer", ON, False, "Kimi k1.5: forget Adam's moments before each rollout batch"),
         ("--tis-cap", float, None, "truncated importance sampling: weight min(pi_old / pi_sampler, cap)"),
@@ -171,7 +170,8 @@ def configure(args, argv, has_cuda):
     if args.resume and not (saved / "args.json").is_file():
         stop_run(f"--resume needs --run-dir with a saved run, and {saved / 'args.json'} is not there")
     old = json.loads((saved / "args.json").read_text())["args"] if (saved / "args.json").is_file() else {}
-    given = {name.replace("-", "_") for word in argv for name in (word.split("=")[0][2:], word[5:])}
+    words = [word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    given = {name for word in words for name in (word, word.removeprefix("no_"))}
     if args.leaderboard and not args.resume:
         vars(args).update({key: value for key, value in LEADERBOARD.items() if key not in given})
         given |= LEADERBOARD.keys()
@@ -211,8 +211,8 @@ def refuse(args, given):
     for key, other, values, why in NEEDS:
         fits = getattr(args, other) in values if values else getattr(args, other)
         if key in given and getattr(args, key) and not fits:
-            flag, values = (f"--{key} needs --{other}".replace("_", "-"), " or ".join(values))
-            stop_run(f"{flag} {values}".rstrip() + f": {why}")
+            value = " or ".join(values or ["above 0"])
+            stop_run(f"--{key} needs --{other} ".replace("_", "-") + f"{value}: {why}")
     for is_bad, message in [
         (args.group_size == 1 and args.mode == "grpo" and (args.baseline != "none" or args.length_reward),
          "--group-size 1 leaves no group to compare with: take 2 or more (or --baseline none)"),
@@ -225,6 +225,8 @@ def refuse(args, given):
         (args.rollout_batch_size % args.train_batch_size,
          f"--train-batch-size {args.train_batch_size} does not divide --rollout-batch-size "
          f"{args.rollout_batch_size}: choose a divisor, so that each row counts"),
+        ((args.thinking_budget or 0) >= args.max_tokens,
+         f"--thinking-budget leaves no token of --max-tokens {args.max_tokens} for the answer: lower it"),
         (args.min_tokens > args.max_tokens, f"--min-tokens is over --max-tokens {args.max_tokens}: lower it"),
     ]:
         if is_bad:
@@ -282,8 +284,7 @@ def load_model(args):
 
 # --- Rollout -----------------------------------------------------------------------------------------------
 class HFSampler:
-    """Samples with the policy itself, one forward pass a token, with a key-value cache. `version` is the step
-    whose weights it holds; they are the policy's own, so a push only moves the stamp."""
+    """Samples with the policy itself, with a key-value cache; a push only moves the stamp of the version."""
     name, version = "hf", None
 
     def __init__(self, policy, tokenizer, eos_ids, args, engine=None):
@@ -355,7 +356,6 @@ def start_engine(path, args):
                     VLLM_CPU_KVCACHE_SPACE="1", TORCH_CPP_LOG_LEVEL="ERROR")
     os.environ.update(settings | os.environ)
     warnings.filterwarnings("ignore", module="vllm")
-    import vllm
     import vllm._custom_ops
     vllm._custom_ops._supports_onednn = False  # CPU: no packed weights, so that a push can copy in place
     has_cuda, is_shared = torch.cuda.is_available(), torch.cuda.device_count() == 1
@@ -418,9 +418,9 @@ class VLLMSampler:
                   one.finish_reason == "length"] for one in output.outputs] for output in outputs]
 
 def sample(sampler, tokenizer, examples, n, seed, version, args, prefixes=None, max_tokens=None):
-    """n responses to each example -> Rows, prompt-major. The ids sampled are the ids trained on: the text is
-    decoded from them for the grader and never tokenised again. prefixes: texts that begin the responses for
-    the model, one an example; such rows are for evaluation and filters only."""
+    """n responses to each example -> Rows, prompt-major. The ids sampled are the ids trained on: text is only
+    decoded from them, for the grader. prefixes: texts that begin the response to each example; rows that have
+    one are for evaluation and filters only."""
     if sampler.version != version:
         raise PushError(f"stale sampler: it has the weights of step {sampler.version}, not {version}")
     rows, stop, prefixes = [], PROMPTS[args.prompt][1], prefixes or [""] * len(examples)
@@ -727,14 +727,13 @@ def train_step(policy, optimizer, rows, args):
     """One optimizer step on rows, in microbatches under one normaliser -> sums and counts. A step whose loss
     or gradient is not finite is not applied; its rows go to bad-rows.jsonl."""
     num_rows, num_tokens = len(rows), sum(len(row.response_ids) for row in rows)
-    # advantage 0 has gradient 0, unless KL or entropy add one; such rows count in num_rows
-    live = [row for row in rows if row.advantage or args.kl_coef or args.entropy_coef]
+    # advantage 0 has gradient 0, unless another term has one; such rows count in num_rows
+    live = [row for row in rows if row.advantage or args.kl_coef or args.entropy_coef or args.loss == "kimi"]
     if not live:
         return Counter()  # nothing to learn, and Adam's momentum alone must not move the weights
     sums, bad = Counter(), []
     optimizer.zero_grad()
-    parts = list(microbatches(live, args.microbatch_tokens))
-    for microbatch in tqdm(parts, desc="update", disable=None, leave=False):
+    for microbatch in tqdm(list(microbatches(live, args.microbatch_tokens)), disable=None, leave=False):
         loss, more = microbatch_loss(policy, microbatch, num_rows, num_tokens, args)
         loss.backward()
         sums.update(more)  # adds
@@ -854,6 +853,7 @@ def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held
         rewards.watch(records, warned)
 
 def main(args):
+    begun = time.time()
     args = configure(args, sys.argv[1:], torch.cuda.is_available())
     if args.mode == "plot":
         return rewards.draw_curves(args.runs, args.metrics, args.output)
@@ -880,22 +880,21 @@ def main(args):
 
     kept = rewards.filter_questions(train, ask, run_dir / "pass_rates.json", args)
     questions = rewards.Questions(kept, args.curriculum, args.seed)
-    vars(questions).update(state["questions"])
+    vars(questions).update(copy.deepcopy(state["questions"]))
     if not rewards.read_log(run_dir / "metrics.jsonl"):
         metrics = {"step": 0}
         with stopwatch(metrics, "eval"):
             more, rows = evaluate(sampler, tokenizer, held_out, reward_fn, 0, run_dir, args)
         rewards.log_step(run_dir, metrics | more, rows[:8], args)
     records = rewards.read_log(run_dir / "metrics.jsonl")
+    state["seconds"] += time.time() - begun
     if args.mode != "eval":
-        def save():
-            save_checkpoint(policy, reference, optimizer, state, run_dir, args.keep)
+        save = lambda: save_checkpoint(policy, reference, optimizer, state, run_dir, args.keep)
         with rewards.save_on_exit(save):  # what was paid for is kept
             train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held_out, reward_fn,
                        state, save, records, run_dir, args)
         rewards.save_model(policy, tokenizer, run_dir / "model")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    rewards.write_result(run_dir, records[-1], state["seconds"], gpus, train, held_out, args)
+    rewards.write_result(run_dir, records[-1], state["seconds"], train, held_out, args)
 
 if __name__ == "__main__":
     rewards.guard(main, ARGS)

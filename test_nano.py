@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -546,6 +547,830 @@ def test_update_averages_over_tokens_and_over_optimizer_steps(monkeypatch):
     metrics = ng.update(None, None, optimizer, [make_row([1], [2])] * 8, 1, args)
     keys = ("loss", "grad_norm", "entropy", "clip_fraction")
     close([metrics[f"train/{key}"] for key in keys], [2.0, 3.0, 1.0, 0.1])
+
+# --- Losses with other ratios ------------------------------------------------------------------------------
+LOG_RATIOS = [.1, -.3, .2, .4]
+ALL_ON = torch.ones(1, 4).bool()
+
+@pytest.mark.parametrize("advantage, sign, want, slope", [
+    (-1, 1, 1.1051709, 1.1051709), (1, 1, -1.0004, 0), (1, -1, -.9048374, -.9048374), (-1, -1, .9997, 0)])
+def test_gspo_has_one_ratio_a_row_the_geometric_mean(advantage, sign, want, slope):
+    """The product of the ratios would be 1.4918247."""
+    log_probs, old = f64([[-1, -2, -3, -4]]), (f64([[-1, -2, -3, -4]]) - sign * f64([LOG_RATIOS]))
+    log_probs.requires_grad_(), old.requires_grad_()
+    loss, metadata = ng.compute_gspo_loss(f64([[advantage]]), log_probs, old, ALL_ON, 3e-4, 4e-4)
+    close(loss, [[want] * 4])
+    assert metadata["is_clipped"].tolist() == [[slope == 0] * 4]
+    ng.aggregate_loss(loss, ALL_ON, "sequence", 1, 4, 8).backward()
+    close(log_probs.grad, [[slope / 4] * 4])  # d s / d log pi(token) = s / length
+    assert old.grad is None
+
+def test_gspo_clips_at_its_own_two_bounds():
+    ratios = [1 - 4e-4, 1 - 2e-4, 1 + 3e-4, 1 + 5e-4]
+    log_probs, mask = f64([[ratio] * 2 for ratio in ratios]).log(), torch.ones(4, 2).bool()
+    for advantage, want in ((1., [*ratios[:3], 1.0004]), (-1., [.9997, *ratios[1:]])):
+        loss, metadata = ng.compute_gspo_loss(torch.full((4, 1), advantage).double(), log_probs,
+                                              torch.zeros_like(log_probs), mask, 3e-4, 4e-4)
+        close(loss[:, 0], -advantage * f64(want), 1e-9)
+        assert metadata["is_clipped"][:, 0].tolist() == [advantage < 0, False, False, advantage > 0]
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "kimi"])
+def test_masked_tokens_do_not_matter_and_a_fully_masked_row_is_finite(loss):
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]]).bool()
+    grads = []
+    for filler in (0.0, -7.0):
+        log_probs = f64([[-1, -2, filler], [filler] * 3]).requires_grad_()
+        old = f64([[-1.0001, -2.0003, 0], [0] * 3])
+        token_loss, _ = ng.compute_policy_gradient_loss(log_probs, loss, None, f64([[2], [3]]), old,
+                                                        3e-4, 4e-4, mask, .1)
+        total = ng.aggregate_loss(token_loss, mask, "sequence", 2, 2, 8)
+        total.backward()
+        grads.append(torch.cat([total.detach().view(1), log_probs.grad.flatten()]))
+        assert token_loss.isfinite().all() and (log_probs.grad[~mask] == 0).all()
+    close(*grads)
+    assert grads[0][1:3].abs().min() > .1 and grads[0].isfinite().all()
+
+def test_cispo_weighs_each_token_by_its_capped_ratio_and_keeps_all_gradients():
+    log_probs, old = f64([[.5, 1, 1.19, 1.21, 3]]).log().requires_grad_(), f64([[0] * 5]).requires_grad_()
+    for advantage in (2, -1):
+        log_probs.grad = None
+        loss, metadata = ng.compute_cispo_loss(f64([[advantage]]), log_probs, old, .2)
+        loss.sum().backward()
+        close(log_probs.grad, -advantage * f64([[.5, 1, 1.19, 1.2, 1.2]]))
+        close(loss, -advantage * f64([[.5, 1, 1.19, 1.2, 1.2]]) * log_probs)
+        assert metadata["is_clipped"].tolist() == [[False, False, False, True, True]] and old.grad is None
+
+def test_kimi_golden_ascent_coefficients():
+    log_probs, old = f64([[-10], [-12], [-9]]).requires_grad_(), f64([[-10.2], [-11.9], [-9.1]])
+    advantages = ng.group_advantages(f64([[1, 0, 1]]), "mean", False).view(3, 1)
+    loss, metadata = ng.compute_kimi_loss(advantages, log_probs, old, torch.ones(3, 1).bool(), .1)
+    total = ng.aggregate_loss(loss, torch.ones(3, 1).bool(), "constant", 3, 3, 1)
+    total.backward()
+    close(-log_probs.grad[:, 0], [.1044444, -.2188889, .1077778])
+    close(total, sum(-a * x + .05 * (x - y)**2 for a, x, y in zip(
+        (1 / 3, -2 / 3, 1 / 3), (-10, -12, -9), (-10.2, -11.9, -9.1))) / 3)
+    assert metadata == {}
+
+def test_kimi_tokens_sum_up_to_the_formula_of_whole_rows():
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    log_probs = f64([[-1, -2, -3], [-2, -1, -5]]).requires_grad_()
+    old = f64([[-1.5, -2.2, -2], [-1, -2.5, 0]])
+    token_loss, _ = ng.compute_kimi_loss(f64([[.5], [-.5]]), log_probs, old, mask, .3)
+    (token_loss * mask).sum().backward()
+    d = f64([.5 + .2 - 1, -1 + 1.5])  # of whole rows
+    close((token_loss * mask).sum(1), -f64([.5, -.5]) * f64([-6, -3]) + .15 * d**2)
+    close(-log_probs.grad, (f64([.5, -.5]) - .3 * d)[:, None] * mask)
+
+@pytest.mark.parametrize("loss, needed", [
+    ("no_baseline", ["raw_rewards"]), ("reinforce_with_baseline", ["advantages"]),
+    ("grpo_clip", ["advantages", "old_log_probs", "cliprange"]),
+    ("gspo", ["advantages", "old_log_probs", "cliprange", "response_mask"]),
+    ("cispo", ["advantages", "old_log_probs", "cliprange"]),
+    ("kimi", ["advantages", "old_log_probs", "response_mask", "tau"])])
+def test_the_dispatcher_calls_each_loss_and_names_one_that_lacks_an_argument(loss, needed):
+    log_probs, advantages, mask = f64([[-1, -2], [-3, -4]]), f64([[2], [-1]]), torch.ones(2, 2).bool()
+    old = f64([[-1.5, -2], [-3, -3]])
+    values = dict(raw_rewards=advantages, advantages=advantages, old_log_probs=old, cliprange=.2,
+                  response_mask=mask, tau=.1)
+    d = log_probs - old
+    rho, mean_d = d.exp(), d.mean(1, keepdim=True).expand(2, 2)
+    clipped = {high: torch.min(rho * advantages, rho.clamp(.8, high) * advantages) for high in (1.2, 1.3)}
+    row = torch.min(mean_d.exp() * advantages, mean_d.exp().clamp(.8, 1.2) * advantages)
+    pg, kimi = -advantages * log_probs, .05 * d.sum(1, keepdim=True) * d
+    want = {"no_baseline": pg, "reinforce_with_baseline": pg, "grpo_clip": -clipped[1.2], "gspo": -row,
+            "cispo": rho.clamp(max=1.2) * pg, "kimi": pg + kimi}[loss]
+    only = {key: values[key] for key in needed}
+    close(ng.compute_policy_gradient_loss(log_probs, loss, **only)[0], want)
+    if loss in ("grpo_clip", "cispo"):
+        got, metadata = ng.compute_policy_gradient_loss(log_probs, loss, **only, cliprange_high=.3)
+        close(got, -clipped[1.3] if loss == "grpo_clip" else rho.clamp(max=1.3) * pg)
+        assert metadata["is_clipped"].any()
+    for missing in needed:
+        with pytest.raises(ValueError, match=loss):
+            ng.compute_policy_gradient_loss(log_probs, loss, **{**only, missing: None})
+
+def formula_gradient(policy, rows, args, add=lambda row, log_probs: 0.0):
+    """The gradient of the formulas of the papers, row by row; `add` gives more loss a token."""
+    total = 0.0
+    for row in rows:
+        log_probs, a = plain_log_probs(policy, row, args.temperature), row.advantage
+        size = len(log_probs)
+        old = log_probs.detach() if row.old_log_probs is None else f64(row.old_log_probs)
+        rho, s = (log_probs - old).exp(), (log_probs - old).mean().exp()
+        if args.loss == "kimi":  # of whole rows, and the mean over rows; no length anywhere
+            row_loss = -a * log_probs.sum() + args.tau / 2 * (log_probs - old).sum()**2
+            total = total + (row_loss + (add(row, log_probs) * torch.ones(size).double()).sum()) / len(rows)
+            continue
+        low, high = 1 - args.cliprange, 1 + (args.cliprange_high or args.cliprange)
+        token_loss = {"pg": -a * log_probs, "cispo": -rho.detach().clamp(max=high) * a * log_probs,
+                      "gspo": -torch.min(s * a, s.clamp(low, high) * a) + 0 * log_probs,
+                      "grpo_clip": -torch.min(rho * a, rho.clamp(low, high) * a)}[args.loss]
+        tokens = sum(len(one.response_ids) for one in rows)
+        divisor = {"sequence": size * len(rows), "token": tokens, "constant": len(rows) * args.max_tokens}
+        total = total + (token_loss + add(row, log_probs)).sum() / divisor[args.loss_aggregation]
+    policy.zero_grad()
+    total.backward()
+    return torch.cat([weight.grad.flatten() for weight in policy.parameters()]), total.item()
+
+def off_policy_rows(policy):
+    """make_rows with old log-probs: row ratios of about 1.0001, 0.9 and 0.82, token ratios on both sides."""
+    rows = make_rows()
+    for row, shifts in zip(rows, ([-.0001], [.3, -.1], [.1, .2, .6, -.1])):
+        row.old_log_probs = (plain_log_probs(policy, row) + f64(shifts)).tolist()
+    return rows
+
+@pytest.mark.parametrize("flags", [
+    "gspo --loss-aggregation sequence", "gspo --loss-aggregation token", "gspo --no-length-norm",
+    "cispo --loss-aggregation sequence", "cispo --loss-aggregation token", "cispo --no-length-norm",
+    "cispo --cliprange-high 0.05", "gspo --cliprange 0.3 --cliprange-high 0.4", "kimi", "kimi --tau 0.7"])
+def test_other_losses_have_the_gradient_of_their_formula_whatever_the_microbatches_and_order(flags):
+    policy = random_policy()
+    rows = off_policy_rows(policy)
+    args = settings("--loss", *flags.split(), "--max-grad-norm", "1e9", "--max-tokens", "8")
+    want, want_loss = formula_gradient(policy, rows, args)
+    assert want.norm() > 0.1
+    for budget in (1000, 12, 1):
+        args.microbatch_tokens = budget
+        for order in (rows, [rows[1], rows[2], rows[0]]):
+            got, sums = gradient(policy, order, args)
+            close(got, want)
+            close(sums["loss"], want_loss)
+
+def test_kimi_pulls_rows_of_advantage_0_back_to_the_old_policy():
+    """Eq. 3 of Kimi k1.5: r = mean leaves -tau log(pi / pi_old), which is 0 on the first step only."""
+    policy = random_policy()
+    rows, args = off_policy_rows(policy), settings("--loss", "kimi", "--max-grad-norm", "1e9", "--tau", "5")
+    rows[2].advantage = 0.0
+    close(gradient(policy, rows, args)[0], formula_gradient(policy, rows, args)[0])
+
+# --- KL to a reference: over 4 tokens, exactly -------------------------------------------------------------
+POLICY_LOGITS, REFERENCE = f64([.3, -.2, .5, 0]), f64([0, .4, -.3, .2]).log_softmax(0)
+REVERSE = [.023994, -.138407, .200431, -.086017]  # gradient of KL(policy || reference)
+FORWARD = [.055695, -.164981, .175925, -.066639]  # gradient of KL(reference || policy)
+
+def test_kl_estimates_golden_and_finite_at_any_distance():
+    log_probs, ref = f64([[-1, -1.5]]), f64([[-1.5, -1]])
+    for kind, want in (("k1", [.5, -.5]), ("k2", [.125, .125]), ("k3", [.1065307, .1487213])):
+        close(ng.compute_kl(log_probs, ref, kind), [want])
+        far = f64([[-1000, 0, -20.5]]).requires_grad_()
+        kl = ng.compute_kl_loss(far, far.detach(), f64([[0, -1000, 0]]), kind)
+        kl.sum().backward()
+        assert kl.isfinite().all() and far.grad.isfinite().all()
+        edge = {"k1": -20, "k2": 200, "k3": math.exp(20) - 21}[kind]
+        close(ng.compute_kl(f64([-1000., -20, -25]), f64([0., 0, 0]), kind), [edge] * 3)
+
+def expected_gradient(loss):
+    """Mean over the policy's own tokens of the gradient of loss(log-probs) at each of them."""
+    logits = POLICY_LOGITS.clone().requires_grad_()
+    log_probs = logits.log_softmax(0)
+    (log_probs.detach().exp() * loss(log_probs)).sum().backward()
+    return logits.grad
+
+@pytest.mark.parametrize("kind, in_the_loss", [("k1", [0, 0, 0, 0]), ("k2", REVERSE), ("k3", FORWARD)])
+def test_each_kl_has_the_reverse_gradient_as_coded_and_not_when_put_straight_into_a_loss(kind, in_the_loss):
+    close(expected_gradient(lambda x: ng.compute_kl_loss(x, x, REFERENCE, kind)), REVERSE)
+    close(expected_gradient(lambda x: ng.compute_kl_loss(x, x.detach(), REFERENCE, kind)), REVERSE)
+    close(expected_gradient(lambda x: ng.compute_kl(x, REFERENCE, kind)), in_the_loss)
+
+def test_golden_kl_gradients_are_those_of_the_exact_kl_in_both_directions():
+    for direction, want in ((lambda x: (x.exp() * (x - REFERENCE)).sum(), REVERSE),
+                            (lambda x: (REFERENCE.exp() * (REFERENCE - x)).sum(), FORWARD)):
+        logits = POLICY_LOGITS.clone().requires_grad_()
+        direction(logits.log_softmax(0)).backward()
+        close(logits.grad, want)
+
+def test_k1_and_k3_are_unbiased_and_k3_varies_less():
+    log_probs = POLICY_LOGITS.log_softmax(0)
+    p, kl = log_probs.exp(), {kind: ng.compute_kl(log_probs, REFERENCE, kind) for kind in ("k1", "k2", "k3")}
+    mean = {kind: (p * value).sum() for kind, value in kl.items()}
+    close([mean["k1"], mean["k3"]], [.135969, .135969])
+    assert .0001 < abs(mean["k2"] - .135969) < .01  # a small bias
+    spread = {kind: (p * (kl[kind] - mean[kind])**2).sum().item() for kind in kl}
+    assert spread["k3"] < spread["k1"] / 10 and (kl["k3"] >= 0).all() and (kl["k1"] < 0).any()
+
+def test_the_ratio_of_the_kl_is_to_the_old_policy():
+    """Off-policy tokens: k3 with old log-probs has the KL gradient again when weighed by the old policy."""
+    logits, old = POLICY_LOGITS.clone().requires_grad_(), f64([.1, .3, -.2, .2]).log_softmax(0)
+    for kind in ("k1", "k3"):
+        logits.grad = None
+        (old.exp() * ng.compute_kl_loss(logits.log_softmax(0), old, REFERENCE, kind)).sum().backward()
+        close(logits.grad, REVERSE)
+
+# --- Identities of policy gradients: over all groups, exactly ----------------------------------------------
+def mean_gradient(logits, values, size, advantages):
+    """Expectation, over all groups of `size` actions, of the mean of A grad log pi."""
+    logits, groups = f64(logits), torch.tensor(list(itertools.product(range(len(logits)), repeat=size)))
+    p = logits.softmax(0)
+    score = torch.eye(len(logits)).double() - p  # rows: gradient of log pi(action)
+    weighted = advantages(f64(values)[groups])[..., None] * score[groups]
+    return (p[groups].prod(1)[:, None, None] * weighted).sum(0).mean(0)
+
+def true_gradient(logits, values):
+    p = f64(logits).softmax(0)
+    return p * (f64(values) - (p * f64(values)).sum())
+
+BANDIT = [.3, -.7, 1.1], [1.0, 0.2, -0.5]
+
+def test_a_baseline_that_does_not_see_the_response_leaves_the_mean_gradient_as_it_is():
+    want = true_gradient(*BANDIT)
+    assert want.norm() > .1
+    for constant in (0.0, 0.4, -3.0):
+        got = mean_gradient(*BANDIT, 3, lambda r: ng.group_advantages(r - constant, "none", False))
+        close(got, want, 1e-10)
+    for size in (2, 3, 4):
+        got = mean_gradient(*BANDIT, size, lambda r: ng.group_advantages(r, "loo", False))
+        close(got, want, 1e-10)
+        got = mean_gradient(*BANDIT, size, lambda r: ng.group_advantages(r, "mean", False))
+        close(got, want * (size - 1) / size, 1e-10)  # the mean has the response itself in it
+
+def test_leave_one_out_is_the_mean_baseline_times_g_over_g_minus_1():
+    torch.manual_seed(0)
+    for size in (2, 3, 8):
+        values = torch.rand(5, size, dtype=torch.float64)
+        loo = ng.group_advantages(values, "loo", False)
+        close(loo, ng.group_advantages(values, "mean", False) * size / (size - 1), 1e-12)
+        others = (values.sum(1, keepdim=True) - values) / (size - 1)
+        close(loo, values - others, 1e-12)
+
+@pytest.mark.parametrize("p, want", [
+    (.02, 2.4069810), (.1, 2.1773482), (.25, 1.8952534), (.5, 1.7358037), (.75, 1.8952534), (.98, 2.4069810)])
+def test_the_std_weighs_a_question_by_its_difficulty(p, want):
+    """Weight of the true gradient of one question with success probability p, groups of 8."""
+    logits, weights = [math.log(p), math.log(1 - p)], {}
+    for std_norm in (True, False):
+        got = mean_gradient(logits, [1, 0], 8, lambda r: ng.group_advantages(r, "mean", std_norm))
+        weights[std_norm] = got / true_gradient(logits, [1, 0])
+    close(weights[False], [7 / 8] * 2, 1e-10)
+    close(weights[True], [want] * 2)
+    plain = sum(math.comb(8, k) * p**k * (1 - p)**(8 - k) * math.sqrt(k * (8 - k) * 56) / 64
+                for k in range(9))
+    close(weights[True][0], plain / (p * (1 - p)), 1e-5)
+
+def test_the_std_turns_the_gradient_of_two_questions():
+    def both(std_norm):
+        parts = [mean_gradient([math.log(p), math.log(1 - p)], [1, 0], 8,
+                               lambda r: ng.group_advantages(r, "mean", std_norm)) for p in (.1, .5)]
+        return torch.cat(parts)
+    want = torch.cat([true_gradient([math.log(p), math.log(1 - p)], [1, 0]) for p in (.1, .5)])
+    cosines = [torch.cosine_similarity(both(std_norm), want, dim=0).item() for std_norm in (False, True)]
+    close(cosines, [1.0, .9969120])
+
+def test_a_token_of_a_long_wrong_answer_weighs_less_only_with_the_mean_of_rows():
+    """Dr. GRPO's length bias (arXiv 2503.20783)."""
+    lengths = [1, 2, 4, 8]
+    mask = torch.arange(8) < torch.tensor(lengths)[:, None]
+    for aggregation, want in (("sequence", [1 / 4 / n for n in lengths]), ("constant", [1 / (4 * 16)] * 4),
+                              ("token", [1 / 15] * 4)):
+        log_probs = torch.full((4, 8), -1.0, dtype=torch.float64, requires_grad=True)
+        token_loss = ng.compute_naive_policy_gradient_loss(f64([[-1]] * 4), log_probs)
+        ng.aggregate_loss(token_loss, mask, aggregation, 4, 15, 16).backward()
+        close(log_probs.grad, f64(want)[:, None] * mask)
+
+# --- Old log-probs are frozen ------------------------------------------------------------------------------
+@pytest.mark.parametrize("loss", ["grpo_clip", "gspo", "cispo", "kimi"])
+def test_a_ratio_to_itself_teaches_only_because_the_old_log_probs_are_detached(loss):
+    mask, advantages = torch.ones(2, 1).bool(), f64([[1], [-.5]])
+    log_probs = f64([[-1], [-2]]).requires_grad_()
+    ng.compute_policy_gradient_loss(log_probs, loss, None, advantages, log_probs, .2, None, mask,
+                                    .1)[0].sum().backward()
+    close(log_probs.grad, -advantages)  # REINFORCE
+    log_probs.grad = None
+    (-(log_probs - log_probs).exp() * advantages).sum().backward()
+    close(log_probs.grad, [[0], [0]])  # what it would be
+
+def ratio_outside(epochs, lr, loss="grpo_clip"):
+    policy = random_policy()
+    rows = [make_row([i + 1, 2], [i + 3, 4, 5][:1 + i % 3], (-1.0)**i) for i in range(8)]
+    args = settings("--rollout-batch-size", "8", "--train-batch-size", "8", "--group-size", "4",
+                    "--loss", loss, "--epochs-per-rollout-batch", str(epochs))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
+    return ng.update(policy, None, optimizer, rows, 1, args)["train/ratio_outside"]
+
+def test_ratios_leave_the_trust_region_with_steps_and_learning_rate():
+    assert ratio_outside(1, 1e-2) == 0 and ratio_outside(4, 1e-6) == 0
+    shares = [ratio_outside(1, 1e-2), ratio_outside(2, 1e-2), ratio_outside(4, 1e-2)]
+    assert shares[0] < shares[1] < shares[2] < 1
+    assert ratio_outside(3, 3e-4) < ratio_outside(3, 1e-3)
+    assert ratio_outside(1, 1e-2, "pg") == 0
+
+def test_the_share_outside_counts_tokens_on_both_sides_whatever_the_advantage():
+    policy, rows = random_policy(), make_rows()
+    for row, ratios in zip(rows, ([.75], [1.25, 1.1], [1.35, .5, 1.0, .85])):
+        row.old_log_probs = (plain_log_probs(policy, row) - f64(ratios).log()).tolist()
+    for high, outside, clipped in (("0.2", 4, 1), ("0.3", 3, 1), ("0.4", 2, 0)):
+        args = settings("--cliprange", "0.2", "--cliprange-high", high, "--max-grad-norm", "1e9")
+        sums = gradient(policy, rows, args)[1]  # clipped: outside and A pushes further out
+        assert (sums["ratio_outside"], sums["clip_fraction"]) == (outside, clipped)
+
+# --- KL and entropy in the update --------------------------------------------------------------------------
+@pytest.mark.parametrize("flags", [
+    "--kl-coef 0.3", "--kl-coef 0.3 --kl k1", "--kl-coef 0.3 --kl k2", "--entropy-coef 0.2",
+    "--kl-coef 0.3 --entropy-coef 0.2 --loss-aggregation token", "--kl-coef 0.3 --loss kimi",
+    "--kl-coef 0.3 --no-length-norm --loss pg"])
+def test_kl_and_entropy_have_the_gradient_of_their_formulas_in_dead_rows_too(flags):
+    policy, rows = random_policy(), [*make_rows(), make_row([7, 8], [9, 10], 0.0)]
+    args = settings(*flags.split(), "--max-grad-norm", "1e9", "--max-tokens", "8", "--temperature", "0.8")
+    for row, shift in zip(rows, (.3, -.2, .1, .4)):
+        row.ref_log_probs = (plain_log_probs(policy, row, .8) + shift).tolist()
+
+    def add(row, log_probs):
+        d, rho = log_probs - f64(row.ref_log_probs), (log_probs - log_probs.detach()).exp()
+        kl = {"k1": rho * d, "k2": d**2 / 2, "k3": rho * ((-d).exp() - 1 + d)}[args.kl]
+        logits = policy(torch.tensor([row.example.prompt_ids + row.response_ids])).logits[0] / .8
+        start = len(row.example.prompt_ids) - 1
+        entropy = torch.distributions.Categorical(logits=logits[start:-1]).entropy()
+        return args.kl_coef * kl - args.entropy_coef * entropy
+    want, want_loss = formula_gradient(policy, rows, args, add)
+    without, _ = formula_gradient(policy, rows, args)
+    assert (want - without).norm() > .02
+    for args.microbatch_tokens in (1000, 1):
+        got, sums = gradient(policy, rows, args)
+        close(got, want)
+        close(sums["loss"], want_loss)
+    assert sums["tokens"] == 9
+    if args.kl_coef:
+        kl = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: math.exp(-d) - 1 + d}[args.kl]
+        close(sums["kl"], kl(-.3) + 2 * kl(.2) + 4 * kl(-.1) + 2 * kl(-.4))
+
+def test_the_reference_is_renewed_every_n_steps_and_never_without_the_flag():
+    def flat(model):
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    for flags, renewed in (([], []), (["--kl-ref-every", "2"], [1, 3, 5])):
+        policy, reference = random_policy(), random_policy(seed=1).requires_grad_(False)
+        args = settings("--kl-coef", "0.1", *flags)
+        optimizer, seen = torch.optim.SGD(policy.parameters(), lr=.1), []
+        for step in range(1, 6):
+            rows, before, kept = make_rows(), flat(policy), flat(reference)
+            kl = ng.update(policy, reference, optimizer, rows, step, args)["train/kl"]
+            if torch.equal(flat(reference), before):
+                seen.append(step)
+                assert abs(kl) < 1e-12
+            else:
+                assert torch.equal(flat(reference), kept) and kl > 0
+            for row in rows:
+                close(row.ref_log_probs, plain_log_probs(reference, row))
+            assert not torch.equal(flat(policy), before)
+        assert seen == renewed
+
+def test_reset_optimizer_forgets_the_moments_before_each_rollout_batch():
+    norms = {}
+    for flags in ((), ("--reset-optimizer",)):
+        policy, args = random_policy(), settings("--loss", "kimi", *flags)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
+        for step in (1, 2):
+            ng.update(policy, None, optimizer, make_rows(), step, args)
+        norms[flags] = {int(state["step"]) for state in optimizer.state.values()}
+    assert norms == {(): {2}, ("--reset-optimizer",): {1}}
+
+# --- Sort rewards: every response of up to four digits -----------------------------------------------------
+@pytest.mark.parametrize("prompt, size, tie, beat", [
+    ("1 0 2", 3, 0, 0), ("3 2 4", 3, 0, 0), ("1 2 3", 3, 0, 0), ("1 2 1", 3, 4, 0), ("3 0 3", 3, 4, 0),
+    ("1 0 2", 4, 73, 5), ("3 2 4", 4, 73, 5), ("1 2 3", 4, 73, 5), ("1 2 1", 4, 126, 15)])
+def test_wrong_responses_that_tie_or_beat_the_right_one_under_inclusion_and_order(prompt, size, tie, beat):
+    """The hole: repeated numbers and longer lists. With three different digits there is none of length 3."""
+    truth = sorted(map(int, prompt.split()))
+    wrong = [list(one) for one in itertools.product(range(5), repeat=size) if list(one) != truth]
+    assert rewards.sort_points(truth, truth) == 5 and rewards.sort_inclusion(truth, truth) == 1
+    points = [rewards.sort_points(numbers, truth) for numbers in wrong]
+    assert (points.count(5), sum(one > 5 for one in points)) == (tie, beat)
+    assert (max(points) >= 5) == (tie + beat > 0)
+    shares = [rewards.sort_inclusion(numbers, truth) for numbers in wrong]
+    assert (sum(one == 1 for one in shares), sum(one > 1 for one in shares)) == (tie, beat)
+
+@pytest.mark.parametrize("prompt", ["1 0 2", "3 2 4", "1 2 3", "1 2 1", "3 0 3"])
+@pytest.mark.parametrize("name", ["sort_positions", "sort_repaired"])
+def test_of_three_digits_only_the_right_ones_earn_the_whole_reward(prompt, name):
+    truth = " ".join(sorted(prompt.split()))
+    best = [one for one in itertools.product("01234", repeat=3)
+            if rewards.REWARDS[name](f" </think> <answer> {' '.join(one)} </answer>", truth)["reward"] >= 1]
+    assert best == [tuple(truth.split())]
+    for other in ("4 3 3", "0 0 0"):  # never below 0, never above 1
+        assert 0 <= rewards.REWARDS[name](f"</think> <answer> {other} </answer>", truth)["reward"] < 1
+
+@pytest.mark.parametrize("name", ["sort_positions", "sort_repaired"])
+def test_of_any_number_of_digits_only_the_right_ones_earn_the_whole_reward(name):
+    best = [one for size in range(1, 5) for one in itertools.product(range(5), repeat=size)
+            if getattr(rewards, name)(list(one), [1, 2, 3]) >= 1]
+    assert best == [(1, 2, 3)]
+    assert getattr(rewards, name)([0, 0, 0], [1, 2, 3]) == 0  # order alone
+
+# --- Which questions ---------------------------------------------------------------------------------------
+def numbered_questions(count, curriculum, seed=0):
+    """Questions whose prompt is their number, with pass rates that repeat."""
+    examples = [ng.Example(str(i), "a", None, [i], (i * 7 % 5) / 4) for i in range(count)]
+    return rewards.Questions(examples, curriculum, seed)
+
+def taken(questions, *counts):
+    return [example.prompt_ids[0] for count in counts for example in questions.take(count)]
+
+@pytest.mark.parametrize("curriculum", ["uniform", "easy_to_hard"])
+def test_each_epoch_asks_each_question_once_in_a_new_order(curriculum):
+    orders = taken(numbered_questions(12, curriculum), 12, 12, 12)
+    epochs = [orders[start:start + 12] for start in (0, 12, 24)]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert len({*map(tuple, epochs), tuple(range(12))}) == 4
+    for counts in ((5,) * 7 + (1,), (1,) * 36, (36,), (30, 6)):  # however many a step takes
+        assert taken(numbered_questions(12, curriculum), *counts) == orders
+    assert taken(numbered_questions(12, curriculum, seed=1), 36) != orders
+    rates = [[number * 7 % 5 for number in epoch] for epoch in epochs]
+    falling = [sorted(epoch, reverse=True) for epoch in rates]
+    assert (rates == falling) == (curriculum == "easy_to_hard")
+
+def scored_row(example, right):
+    return ng.Row(example, [1], reward={"answer_reward": float(right), "reward": 1.0})
+
+def test_prioritized_draws_by_one_minus_the_success_rate():
+    questions = numbered_questions(4, "prioritized")
+    for example, right in zip(questions.examples, (4, 3, 2)):  # of 4; the last one was not asked yet
+        questions.record([scored_row(example, i < right) for i in range(4)])
+    assert (questions.right, questions.tried) == ([4, 3, 2, 0], [4, 4, 4, 0])
+    draws = Counter(taken(questions, 3500))
+    for number, want in enumerate((0, 500, 1000, 2000)):
+        assert abs(draws[number] - want) <= 4 * math.sqrt(want)
+    assert taken(questions, 40) != taken(questions, 40)  # another draw each time
+    for example in questions.examples[1:]:
+        questions.right[questions.index[id(example)]] = questions.tried[questions.index[id(example)]] = 9
+    draws = Counter(taken(questions, 4000))  # all solved: uniform
+    assert all(abs(draws[number] - 1000) <= 4 * math.sqrt(1000) for number in range(4))
+
+@pytest.mark.parametrize("curriculum", ["uniform", "easy_to_hard", "prioritized"])
+def test_restored_questions_go_on_as_the_unbroken_ones(curriculum):
+    def step(questions):
+        asked = questions.take(5)
+        questions.record([scored_row(example, example.prompt_ids[0] % 3 == 0) for example in asked])
+        return [example.prompt_ids[0] for example in asked]
+    whole, first = (numbered_questions(9, curriculum) for _ in range(2))
+    want = [step(whole) for _ in range(12)]
+    assert [step(first) for _ in range(5)] == want[:5]
+    state, second = first.state(), numbered_questions(9, curriculum)
+    step(first)  # a state is a copy
+    assert state["taken"] == 25 and sum(state["tried"]) == 25
+    vars(second).update(json.loads(json.dumps(state)))
+    assert [step(second) for _ in range(7)] == want[5:]
+    assert second.state() == whole.state()
+
+def fake_ask(right, calls):
+    """n scored rows an example; right[prefix][question] of them are right."""
+    def ask(examples, prefix, n):
+        calls.append((prefix, n))
+        return [scored_row(example, i < right[prefix].get(example.question, 1))
+                for example in examples for i in range(n)]
+    return ask
+
+FILTERS = ["--difficulty-filter", "4", "--guessable-filter", "8"]
+
+def test_filters_drop_what_is_always_right_never_right_or_guessed_and_ask_once(tmp_path, capsys):
+    path, calls, args = tmp_path / "pass_rates.json", [], settings(*FILTERS)
+    right = {"": {"0": 4, "1": 0, "2": 3, "3": 1, "4": 2}, " </think> <answer>": dict.fromkeys("0124", 0)}
+    for again in range(2):  # a resumed run reads the shares
+        examples = numbered_questions(5, "uniform").examples
+        kept = rewards.filter_questions(examples, fake_ask(right, calls), path, args)
+        assert [example.question for example in kept] == ["2", "4"]
+        assert [example.pass_rate for example in examples] == [1, 0, .75, .25, .5]
+        assert calls == [("", 4), (" </think> <answer>", 8)]
+        assert "2 of 5 questions stay; always right 1, never right 1, guessed 1" in capsys.readouterr().out
+    assert rewards.read_log(path) == [{"difficulty_filter": [1, 0, .75, .25, .5],
+                                       "guessable_filter": [0, 0, 0, .125, 0]}]
+
+def test_each_filter_alone_and_none(tmp_path, capsys):
+    right = {"": {"0": 4, "1": 0, "2": 3}, " </think> <answer>": dict.fromkeys("12", 0)}
+    for i, (flags, want) in enumerate((([], "012"), (FILTERS[:2], "2"), (FILTERS[2:], "12"))):
+        examples, path = [ng.Example(name, "a") for name in "012"], tmp_path / str(i)
+        kept = rewards.filter_questions(examples, fake_ask(right, []), path, settings(*flags))
+        assert "".join(example.question for example in kept) == want
+        assert path.exists() == bool(flags) == bool(capsys.readouterr().out)
+
+def test_filters_that_leave_nothing_stop_the_run(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        rewards.filter_questions([ng.Example("0", "a")], fake_ask({"": {"0": 4}}, []), tmp_path / "rates",
+                                 settings("--difficulty-filter", "4"))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "--difficulty-filter" in lines[0] and "no question" in lines[0]
+
+class ScriptedSampler:
+    """Responses by prompt: "dead" in the prompt: all alike; else the first half of a group is right."""
+    version = 0
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts, n, seed, max_tokens):
+        self.calls.append((len(prompts), n, seed))
+        yes, no = TOKENIZER.encode(" 1"), TOKENIZER.encode(" 2")
+        return [[[no if i < n // 2 and "dead" not in TOKENIZER.decode(prompt) else yes, [-1.0], False]
+                 for i in range(n)] for prompt in prompts]
+
+def rolled_out(kinds, *flags):
+    """roll_out on questions of these kinds, in this order -> (rows, live, metrics, sampler, questions)."""
+    examples = [ng.Example(f"{i} {kind}", "1", None, TOKENIZER.encode(f"{i} {kind}"))
+                for i, kind in enumerate(kinds)]
+    questions, sampler, metrics = rewards.Questions(examples, "uniform", 0), ScriptedSampler(), {}
+    order = iter(examples)
+    questions.take = lambda count: list(itertools.islice(order, count))
+    args = settings("--rollout-batch-size", "16", "--group-size", "4", "--train-batch-size", "8", *flags)
+
+    def reward_fn(response, truth):
+        right = float(response.strip() == truth)
+        return {"reward": right, "answer_reward": right, "format_reward": 1.0}
+    rows, live = ng.roll_out(sampler, TOKENIZER, questions, reward_fn, 1, metrics, args)
+    return rows, live, metrics, sampler, questions
+
+def test_dynamic_sampling_refills_dead_groups_with_new_questions():
+    kinds = ["dead", "live", "dead", "live", "live", "dead", "live", "live"]
+    rows, live, metrics, sampler, questions = rolled_out(kinds, "--dynamic-sampling", "3")
+    assert [call[:2] for call in sampler.calls] == [(4, 4), (2, 4), (1, 4)]
+    assert len({call[2] for call in sampler.calls}) == 3  # another seed each time
+    asked = [row.example.question for row in live][::4]
+    assert asked == ["1 live", "3 live", "4 live", "6 live"] and len(rows) == 28 and len(live) == 16
+    assert questions.tried == [4] * 7 + [0] and questions.right == [4, 2, 4, 2, 2, 4, 2, 0]
+    close(rewards.rollout_metrics(rows, 4)["train/dead_groups"], 3 / 7)  # of all that was sampled
+    assert metrics.keys() == {"time/rollout", "time/reward"}
+
+def test_dynamic_sampling_goes_on_with_what_is_live_when_the_cap_is_reached():
+    kinds = ["dead", "live"] + ["dead"] * 20
+    rows, live, _, sampler, _ = rolled_out(kinds, "--dynamic-sampling", "2")
+    assert [call[0] for call in sampler.calls] == [4, 3, 3] and len(rows) == 40
+    assert [row.example.question for row in live] == ["1 live"] * 4
+    rows, live, _, sampler, _ = rolled_out(kinds)  # without it dead groups stay in the batch
+    assert len(sampler.calls) == 1 and live is rows and len(rows) == 16
+    assert rolled_out(["dead"] * 12, "--dynamic-sampling", "2")[1] == []
+
+# --- Thinking budget ---------------------------------------------------------------------------------------
+class Words:
+    """A tokenizer whose tokens are words."""
+    def encode(self, text, **_):
+        return text.split()
+
+    def decode(self, ids, **_):
+        return " ".join(ids)
+
+def budgeted(texts, replies, *flags, cut=()):
+    """keep_to_budget on rows of these texts, of which `cut` are truncated -> (texts afterwards, calls)."""
+    calls, replies = [], iter(replies)
+    rows = [ng.Row(ng.Example(str(i), "a"), text.split(), text, i in cut) for i, text in enumerate(texts)]
+
+    def ask(examples, prefixes, max_tokens):
+        calls.append(([int(example.question) for example in examples], prefixes, max_tokens))
+        texts = [prefix + " " + reply for prefix, reply in zip(prefixes, next(replies))]
+        return [ng.Row(example, text.split(), text) for example, text in zip(examples, texts)]
+    args = settings("--thinking-budget", "6", "--max-tokens", "10", *flags)
+    rewards.keep_to_budget(rows, ask, Words(), args)
+    assert [row.example.question for row in rows] == [str(i) for i in range(len(texts))]
+    return [row.text for row in rows], calls
+
+def test_an_unfinished_thought_is_closed_and_a_cut_answer_asked_again():
+    done = "a </think> <answer> 5 </answer>"
+    texts, calls = budgeted([done, "b b b b b b", "c c c </think> <answer> 7", "d d"],
+                            [["1 </answer>", "78 </answer>", "2 </answer>"]], cut=(1, 2))
+    prefixes = ["b b b b b b </think> <answer>", "c c c </think> <answer>", "d d </think> <answer>"]
+    assert calls == [([1, 2, 3], prefixes, 4)]  # what the budget of the response leaves
+    assert texts == [done, *(f"{prefix} {end} </answer>" for prefix, end in zip(prefixes, ("1", "78", "2")))]
+
+def test_an_early_end_of_thought_is_replaced_by_wait():
+    early, cut = "a a </think> <answer> 5", "b b b b b b"
+    texts, calls = budgeted([early, cut], [["a </think> <answer> 6 </answer>"], ["8 </answer>"]],
+                            "--wait", "1", cut=(1,))
+    assert calls == [([0], ["a a wait"], 6), ([1], ["b b b b b b </think> <answer>"], 4)]
+    assert texts == ["a a wait a </think> <answer> 6 </answer>", "b b b b b b </think> <answer> 8 </answer>"]
+    texts, calls = budgeted([early], [["x </think> <answer> 6"], ["y y y y y </think>"], ["9 </answer>"]],
+                            "--wait", "2")
+    assert [call[1] for call in calls] == [["a a wait"], ["a a wait x wait"],
+                                           ["a a wait x wait y </think> <answer>"]]  # held to 6 tokens
+    assert texts == ["a a wait x wait y </think> <answer> 9 </answer>"]
+
+def test_a_thought_that_ends_the_text_is_closed_without_the_end_of_text():
+    """Behind it the model would begin another document."""
+    row, prefixes = ng.Row(ng.Example("q", "a"), [*TOKENIZER.encode(" 1 + 2"), EOS], " 1 + 2"), []
+
+    def ask(examples, begun, max_tokens):
+        prefixes.extend(begun)
+        return [row] * len(examples)
+    rewards.keep_to_budget([row], ask, TOKENIZER, settings("--thinking-budget", "20"))
+    assert prefixes == [" 1 + 2 </think> <answer>"]
+
+def test_a_prefix_begins_the_response_for_the_model_and_in_the_text():
+    sampler, example = ScriptedSampler(), ng.Example("q", "1", None, [5, 6])
+    seen, generate = [], sampler.generate
+    sampler.generate = lambda prompts, *rest: seen.append((prompts, rest)) or generate(prompts, *rest)
+    args, begun = settings(), TOKENIZER.encode(rewards.CLOSE)
+    rows = ng.sample(sampler, TOKENIZER, [example], 2, 3, 0, args, [rewards.CLOSE], 7)
+    assert seen == [([[5, 6, *begun]], (2, 3, 7))]
+    assert [row.text for row in rows] == [" </think> <answer> 2", " </think> <answer> 1"]
+    assert rows[1].response_ids == begun + TOKENIZER.encode(" 1") and example.prompt_ids == [5, 6]
+
+# --- Watching a run ----------------------------------------------------------------------------------------
+def falling_records(key, early, late):
+    return [{"step": 0}] + [{"step": i + 1, key: early if i < 20 else late} for i in range(40)]
+
+@pytest.mark.parametrize("key, early, late, warns", [
+    ("train/reward", .5, .24, True), ("train/reward", .5, .26, False), ("train/reward", .1, .9, False),
+    ("train/length", 100, 24, True), ("train/length", 100, 26, False), ("train/length", 100, 401, True),
+    ("train/length", 100, 399, False), ("train/entropy", 1, 4.1, True), ("train/entropy", 1, .1, False)])
+def test_a_collapse_is_told_once(capsys, key, early, late, warns):
+    warned, records = set(), falling_records(key, early, late)
+    for low_and_high in (.001, 1000):
+        rewards.watch(falling_records(key, 1.0, low_and_high)[:40], warned)  # 39 values: too few to tell
+    assert capsys.readouterr().out == ""
+    for _ in range(2):
+        rewards.watch(records, warned)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == warns and warned == ({key} if warns else set())
+    assert not warns or f"{key} was {early:.3g} and is {late:.3g}" in lines[0]
+
+def test_a_reward_that_rose_and_fell_is_compared_with_its_best(capsys):
+    values = [.1] * 20 + [.8] * 20 + [.3] * 20
+    rewards.watch([{"step": i, "train/reward": value} for i, value in enumerate(values)], set())
+    assert "train/reward was 0.8 and is 0.3" in capsys.readouterr().out
+
+def test_three_steps_in_a_row_that_are_not_finite_stop_the_run(capsys):
+    bad, good = {"train/bad_steps": 1}, {"train/bad_steps": None}
+    for records in ([good, bad, bad], [bad, bad, good, bad, bad], [good, bad, bad, bad, good]):
+        rewards.watch(records, set())
+    with pytest.raises(SystemExit):
+        rewards.watch([good, good, bad, bad, bad], set())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "3 steps" in lines[0] and "bad-rows.jsonl" in lines[0] and "--lr" in lines[0]
+
+@pytest.mark.parametrize("loss", [None, "kimi"])
+def test_a_step_that_is_not_finite_is_not_applied_and_its_rows_are_kept(tmp_path, loss):
+    policy, rows = random_policy(), make_rows()
+    args = settings("--run-dir", str(tmp_path), *(["--loss", loss] if loss else []))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    rows[1].advantage, before = math.nan, [weight.clone() for weight in policy.parameters()]
+    for args.microbatch_tokens, count in ((1, 1), (1000, 3)):
+        metrics = ng.update(policy, None, optimizer, rows, 1, args)
+        assert metrics["train/bad_steps"] == 1 and all(map(torch.equal, before, policy.parameters()))
+        kept = rewards.read_log(tmp_path / "bad-rows.jsonl")
+        assert len(kept) == count and [10, 11] in [row["response_ids"] for row in kept]
+        assert not optimizer.state
+    hook = policy.lm_head.weight.register_hook(lambda grad: grad * math.inf)  # the loss is finite
+    assert ng.update(policy, None, optimizer, make_rows(), 1, args)["train/bad_steps"] == 1
+    assert len(rewards.read_log(tmp_path / "bad-rows.jsonl")) == 3
+    hook.remove()
+    assert all(map(torch.equal, before, policy.parameters())) and not optimizer.state
+    metrics = ng.update(policy, None, optimizer, make_rows(), 2, args)  # the next one is
+    assert metrics["train/bad_steps"] is None and not any(map(torch.equal, before, policy.parameters()))
+
+@pytest.mark.parametrize("seconds, hours, last", [
+    (3600 - 1.2 * 10 - 1.5 * 100 - 1, 1.0, False), (3600 - 1.2 * 10 - 1.5 * 100 + 1, 1.0, True),
+    (1e9, None, False)])
+def test_max_hours_leaves_time_for_one_more_step_and_the_final_evaluation(seconds, hours, last):
+    args = settings("--max-steps", "50", *(["--max-hours", str(hours)] if hours else []))
+    records = [{"step": 0, "time/eval": 100.0}] + [
+        {"step": i, "time/update": 4.0, "time/rollout": 6.0 - (i % 2), "tokens_per_second": 1e9}
+        for i in range(1, 31)]
+    assert rewards.is_last(records, seconds, args) == last
+    records[-1]["step"] = 50
+    assert rewards.is_last(records, 0.0, args)
+    assert not rewards.is_last([*records[:-1], {"step": 49}], 0.0, args)
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were saved."""
+    from matplotlib.figure import Figure
+    saved, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *rest, **more: saved.append(self) or savefig(
+        self, *rest, **{**more, "dpi": 20}))
+    return saved
+
+def write_run(folder, values, **flags):
+    """A run folder whose reward has these values."""
+    folder.mkdir()
+    (folder / "args.json").write_text(json.dumps({"args": flags}))
+    rewards.write_lines(folder / "metrics.jsonl", [{"step": 0, "eval/accuracy": .5}] + [
+        {"step": i, "train/reward": value} for i, value in enumerate(values, 1)])
+    return str(folder)
+
+def test_seeds_of_a_setting_are_drawn_as_one_line_with_a_band(tmp_path, figures):
+    folders = [write_run(tmp_path / "a", [.1, .2, .3], seed=0, lr=1e-3, loss="pg"),
+               write_run(tmp_path / "b", [.5, .4, .5, .9], seed=1, lr=1e-3, loss="pg"),
+               write_run(tmp_path / "c", [.7], seed=0, lr=2e-3, loss="pg")]
+    rewards.draw_curves(folders, ["train/reward", "eval/accuracy", "train/kl"], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["curves.png"]
+    axis, accuracy = figures[0].axes[:2]
+    first, second = axis.lines
+    assert [line.get_label() for line in axis.lines] == ["lr 0.001 (2 seeds)", "lr 0.002"]
+    assert list(first.get_xdata()) == [1, 2, 3] and list(second.get_xdata()) == [1]
+    close(list(first.get_ydata()), [.3, .3, .4])
+    corners = {tuple(map(float, corner.round(6))) for corner in axis.collections[0].get_paths()[0].vertices}
+    assert corners == {(1, .1), (2, .2), (3, .3), (1, .5), (2, .4), (3, .5)}
+    assert axis.get_title() == "train/reward" and list(accuracy.lines[0].get_ydata()) == [.5]
+
+def test_one_setting_is_labelled_by_its_metric_and_bad_folders_are_refused(tmp_path, figures, capsys):
+    folder = write_run(tmp_path / "a", [.1, .2], seed=3, lr=1e-3)
+    rewards.draw_curves([folder], ["train/reward"], tmp_path / "curves.png")
+    assert [line.get_label() for line in figures[0].axes[0].lines] == ["train/reward"]
+    for folders, word in (([], "--runs"), ([folder, str(tmp_path / "none")], "none")):
+        with pytest.raises(SystemExit):
+            rewards.draw_curves(folders, ["train/reward"], tmp_path / "other.png")
+        assert word in capsys.readouterr().err
+    assert not (tmp_path / "other.png").exists()
+
+def test_runs_that_do_not_know_a_flag_of_others_are_drawn_too(tmp_path, figures):
+    folders = [write_run(tmp_path / "new", [.1], seed=0, lr=1e-3, tau=.1),
+               write_run(tmp_path / "old", [.2], seed=0, lr=1e-3)]
+    rewards.draw_curves(folders, ["train/reward"], tmp_path / "curves.png")
+    assert len(figures[0].axes[0].lines) == 2
+
+# --- Flags that do not go together -------------------------------------------------------------------------
+def refused(capsys, argv):
+    """The one line with which these flags are refused, or None."""
+    try:
+        settings(*argv.split())
+    except SystemExit as stop:
+        lines = capsys.readouterr().err.splitlines()
+        assert stop.code == 2 and len(lines) == 1 and lines[0].startswith("nano_grpo: error: ")
+        return lines[0]
+
+NEEDED = [  # flags without what they need, and what is added to make them right
+    ("--cliprange 0.1 --loss pg", "--loss", "--loss grpo_clip"),
+    ("--cliprange 0.1 --loss cispo", "--loss", "--loss gspo"),
+    ("--cliprange 0.1 --loss kimi", "--loss", ""),
+    ("--cliprange-high 0.3 --loss pg", "--loss", "--loss cispo"),
+    ("--cliprange-high 0.3 --loss kimi", "--loss", "--loss gspo"), ("--tau 0.2", "--loss", "--loss kimi"),
+    ("--loss kimi --loss-aggregation token", "--loss", "--loss pg"),
+    ("--no-length-norm --loss-aggregation token", "--loss-aggregation", "--loss-aggregation constant"),
+    ("--std-norm --baseline loo", "--baseline", "--baseline mean"),
+    ("--std-norm --baseline none", "--baseline", ""), ("--std-norm --baseline max", "--baseline", ""),
+    ("--std-norm --loss kimi", "--loss", "--loss grpo_clip"), ("--kl k1", "--kl-coef", "--kl-coef 0.1"),
+    ("--kl k1 --kl-coef 0", "--kl-coef", ""), ("--kl-ref-every 5", "--kl-coef", "--kl-coef 0.1"),
+    ("--length-reward-after 5", "--length-reward", "--length-reward 0.5"),
+    ("--wait 1", "--thinking-budget", "--thinking-budget 20"),
+    ("--thinking-budget 20 --prompt question_only", "--prompt", "--prompt r1_zero"),
+    ("--guessable-filter 8 --prompt question_only", "--prompt", "--prompt r1_zero"),
+    ("--dynamic-sampling 2 --baseline none", "--baseline", "--baseline loo")]
+
+@pytest.mark.parametrize("argv, other, cure", NEEDED)
+def test_a_flag_without_the_one_it_needs_is_refused_by_name_and_runs_with_it(capsys, argv, other, cure):
+    flag = next(word for word in argv.split() if word.startswith("--") and word[2:].replace("-", "_") in
+                {key for key, *_ in ng.NEEDS} - {"loss_aggregation"} or word == "--loss-aggregation")
+    line = refused(capsys, argv)
+    assert f"{flag} needs {other}" in line and ": " in line.split("needs")[1]
+    assert not cure or refused(capsys, f"{argv} {cure}") is None
+
+def test_each_need_has_a_case():
+    cases = {(argv, other) for argv, other, _ in NEEDED}
+    for key, other, *_ in ng.NEEDS:
+        flag, other = (f"--{name}".replace("_", "-") for name in (key, other))
+        assert any(flag in argv.split() and other == needed for argv, needed in cases), (flag, other)
+
+@pytest.mark.parametrize("argv, word", [
+    ("--group-size 1", "--group-size"), ("--group-size 1 --baseline none --length-reward 1", "--group-size"),
+    ("--group-size 7", "--group-size"), ("--train-batch-size 96", "--train-batch-size"),
+    ("--train-batch-size 512", "--train-batch-size"), ("--curriculum easy_to_hard", "--difficulty-filter"),
+    ("--model a/b/c", "--model"), ("--min-tokens 97", "--min-tokens"), ("--temperature 0", "--temperature"),
+    ("--lr -1", "--lr"), ("--lr nan", "--lr"), ("--tau -1 --loss kimi", "--tau"),
+    ("--kl-coef -0.1", "--kl-coef"), ("--entropy-coef -0.1", "--entropy-coef"), ("--tis-cap 0", "--tis-cap"),
+    ("--max-steps 0", "--max-steps"), ("--max-hours 0", "--max-hours"),
+    ("--epochs-per-rollout-batch 0", "--epochs-per-rollout-batch"),
+    ("--dynamic-sampling -1", "--dynamic-sampling"), ("--difficulty-filter 0", "--difficulty-filter"),
+    ("--thinking-budget 0", "--thinking-budget"), ("--keep 0", "--keep"), ("--loss dapo", "--loss"),
+    ("--kl k4", "--kl"), ("--kl-coe 0.1", "--kl-coe"), ("--resume", "--run-dir")])
+def test_other_flags_that_cannot_mean_what_they_say_are_refused(capsys, argv, word):
+    assert word in (refused(capsys, argv) or "nothing was refused")
+
+@pytest.mark.parametrize("argv", [
+    "--seed 0", "--min-tokens 0", "--dynamic-sampling 0", "--kl-coef 0", "--no-std-norm --baseline loo",
+    "--no-std-norm --loss kimi", "--no-length-norm", "--group-size 1 --baseline none", "--wait 0",
+    "--loss=gspo --cliprange=0.001"])
+def test_flags_that_mean_what_they_say_are_not_refused(capsys, argv):
+    assert refused(capsys, argv) is None
+
+@pytest.mark.parametrize("argv", [
+    "--run-dir runs/kl", "--run-dir runs/tau", "--run-dir runs/loss --mode sft"])
+def test_a_value_that_ends_like_a_flag_is_no_flag(capsys, argv):
+    assert refused(capsys, argv) is None
+
+@pytest.mark.parametrize("budget", [96, 200])
+def test_a_thinking_budget_that_leaves_no_token_for_the_answer_is_refused(capsys, budget):
+    line = refused(capsys, f"--thinking-budget {budget} --max-tokens 96")
+    assert "--thinking-budget" in line and "--max-tokens" in line
+
+@pytest.mark.parametrize("mode", ["sft", "expert_iteration", "plot"])
+def test_each_flag_of_a_stage_that_a_mode_lacks_is_refused(capsys, mode):
+    count = 0
+    for stage, flag, kind in [(stage, row[0], row[1]) for stage, rows in ng.FLAGS.items() for row in rows]:
+        value = f" {kind[0]}" if isinstance(kind, list) else "" if kind in (ng.ON, ng.ON_OFF) else " 1"
+        if mode not in ng.USED_BY.get(stage, [mode]):
+            for form in (flag, "--no-std-norm") if flag == "--std-norm" else (flag,):
+                line = refused(capsys, f"--mode {mode} {form}{value}")
+                assert line and f"{flag} does nothing in --mode {mode}, only in" in line
+                count += 1
+    assert count > 15
+    assert "--kl-coef does" in refused(capsys, "--mode sft --kl-coef 0.1")
+    assert refused(capsys, "--mode eval --kl-coef 0.1") is None  # the flags of the run that is evaluated
+
+def test_defaults_of_each_loss(capsys):
+    def of(*argv):
+        args = settings(*argv)
+        return (args.loss, args.cliprange, args.cliprange_high, args.std_norm, args.loss_aggregation)
+    assert of() == ("grpo_clip", .2, None, True, "sequence") and settings().tau == .1
+    assert of("--loss", "gspo") == ("gspo", 3e-4, 4e-4, True, "sequence")
+    assert of("--loss", "kimi") == ("kimi", .2, None, False, "constant")
+    assert of("--no-length-norm", "--no-std-norm") == ("grpo_clip", .2, None, False, "constant")
+    assert of("--baseline", "loo") == ("grpo_clip", .2, None, False, "sequence")
+    assert of("--mode", "sft")[0] == of("--mode", "expert_iteration")[0] == "pg"
 
 # --- Tokens ------------------------------------------------------------------------------------------------
 def test_masks_are_by_position_when_pad_is_eos():
