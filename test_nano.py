@@ -12,11 +12,16 @@ import json
 import logging
 import math
 import os
+import pickle
+import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -1649,7 +1654,8 @@ def test_a_reward_function_that_raises_scores_zero_and_is_counted():
     ng.score(rows, reward_fn)
     assert [row.reward["reward"] for row in rows] == [1, 0, 0, .5] and rewards.STATS["errors"] == before + 2
     rewards.shape(rows, 1, settings())
-    assert rows[1].reward["format_reward"] == 0 and rewards.rollout_metrics(rows, 4)["train/grader_errors"] >= 2
+    assert rows[1].reward["format_reward"] == 0
+    assert rewards.rollout_metrics(rows, 4)["train/grader_errors"] >= 2
 
 def test_rollout_metrics_are_over_all_rows():
     rows = [make_row([1], [2] * length, truncated=length == 8) for length in (1, 2, 3, 4, 5, 6, 7, 8)]
@@ -1801,7 +1807,8 @@ def test_folders_keep_their_splits_and_ask_no_hub(tmp_path, monkeypatch, form):
              for examples in rewards.load_examples(settings("--dataset", str(tmp_path / "d")))]
     assert golds == [["1", "2", "3"], ["4", "5"]]
     other = write_rows(tmp_path / "other.jsonl", numbered(6, 7))  # of evaluation data, the test split counts
-    train, held_out = rewards.load_examples(settings("--dataset", other, "--eval-dataset", str(tmp_path / "d")))
+    flags = ["--dataset", other, "--eval-dataset", str(tmp_path / "d")]
+    train, held_out = rewards.load_examples(settings(*flags))
     assert [example.ground_truth for example in train + held_out] == ["6", "7", "4", "5"]
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -2108,6 +2115,351 @@ def test_grpo_learns_arithmetic(tmp_path):
     accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
     assert accuracy[0] <= 0.4 and accuracy[-1] >= accuracy[0] + 0.25
     assert records[-1]["train/reward"] > records[1]["train/reward"] + 0.2
+
+# --- Whole runs that are stopped, killed, starved or lied to -----------------------------------------------
+MINI = ("--rollout-batch-size 16 --group-size 4 --train-batch-size 16 --max-tokens 24 --eval-size 8 "
+        "--eval-every 2 --max-steps 4 --sampler hf --run-dir run").split()
+AGAIN = ["--resume", "--run-dir", "run"]
+
+def fork(folder, *argv, patch=lambda: None):
+    """The script in a copy of this process, which spares the imports; `patch` changes the copy -> its id."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it warns of the fork
+    folder.mkdir(exist_ok=True)
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.chdir(folder)
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.argv = [str(SCRIPT), *argv]
+        torch.set_num_threads(1)  # threads do not outlive a fork
+        torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0  # nor does CUDA
+        rewards.WORKER.clear()
+        rewards.draw_curves = lambda *args: None  # most of the time of such small runs
+        rewards.STATS.update(graded=0, symbolic=0, timeouts=0, errors=0)
+        patch()
+        rewards.catch_signals()
+        rewards.guard(ng.main, ng.parse_args())
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+def wait(pid, seconds=60):
+    """-> the exit code of a fork, -n if signal n ended it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"still running after {seconds} s")
+
+def mini(folder, *argv, code=0, patch=lambda: None):
+    """A small run to its end -> what it printed, errors last."""
+    assert wait(fork(folder, *argv, patch=patch)) == code, (folder / "out").read_text() + (
+        folder / "err").read_text()
+    return (folder / "out").read_text() + (folder / "err").read_text()
+
+def one_line(folder, *words):
+    """Its only line on stderr, with these words in it."""
+    line, = (folder / "err").read_text().splitlines()
+    assert all(word in line for word in words), line
+    return line
+
+def on_call(owner, name, number, action):
+    """A patch: `action`, with the same arguments, comes before call `number` of owner.name."""
+    def patch():
+        real, calls = getattr(owner, name), []
+
+        def wrapped(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == number:
+                action(*args, **kwargs)
+            return real(*args, **kwargs)
+        setattr(owner, name, wrapped)
+    return patch
+
+def send(number):
+    """An action: the process gets a signal."""
+    return lambda *args, **kwargs: os.kill(os.getpid(), number)
+
+def weights_of(run_dir):
+    return (run_dir / "model" / "model.safetensors").read_bytes()
+
+def check_same(folder, unbroken):
+    """Weights and metrics of two runs, bit for bit; nothing half written is left."""
+    assert metrics_of(folder / "run", True) == metrics_of(unbroken / "run", True)
+    assert weights_of(folder / "run") == weights_of(unbroken / "run")
+    assert not list((folder / "run").rglob("tmp-*"))
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The folder of a run of four steps that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    mini(folder, *MINI)
+    return folder
+
+HARD = ("--epochs-per-rollout-batch 2 --rollout-batch-size 32 --train-batch-size 32 --kl-coef 0.01 "
+        "--kl-ref-every 2 --curriculum prioritized").split()
+
+@pytest.mark.parametrize("flags", [["--mode", "sft"], ["--mode", "expert_iteration"], HARD],
+                         ids=["sft", "expert_iteration", "grpo"])
+def test_two_steps_and_two_resumed_are_four(tmp_path, flags):
+    mini(tmp_path / "four", *MINI, *flags)
+    mini(tmp_path / "two", *MINI, *flags, "--max-steps", "2")
+    mini(tmp_path / "two", *AGAIN, "--max-steps", "4")
+    check_same(tmp_path / "two", tmp_path / "four")
+    four, two = ((tmp_path / name / "run" / "samples.jsonl").read_text() for name in ("four", "two"))
+    assert four == two
+
+def test_a_run_killed_at_random_moments_ends_as_if_it_never_was(tmp_path, unbroken):
+    rng, kills = random.Random(0), 0
+    for turn in range(30):
+        argv = AGAIN if (tmp_path / "run" / "args.json").exists() else MINI
+        pid = fork(tmp_path, *argv)
+        time.sleep(rng.uniform(0.1, 0.3 * 1.2 ** turn))
+        os.kill(pid, signal.SIGKILL)
+        if wait(pid) == 0:
+            break
+        kills += 1
+    assert 1 < kills < 30
+    mini(tmp_path, *AGAIN)
+    check_same(tmp_path, unbroken)
+
+def test_a_run_killed_at_the_write_of_a_checkpoint_loses_a_step_only(tmp_path, unbroken):
+    def half(state, path):
+        Path(path).write_bytes(b"half a file")
+        send(signal.SIGKILL)()
+
+    mini(tmp_path, *MINI, patch=on_call(torch, "save", 2, half), code=-9)
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").glob("step-*")] == ["step-000001.pt"]
+    logged = on_call(ng, "save_checkpoint", 2, send(signal.SIGKILL))  # its step is in the log already
+    mini(tmp_path, *AGAIN, patch=logged, code=-9)
+    step = int(next((tmp_path / "run" / "checkpoint").glob("step-*")).stem[5:])
+    assert metrics_of(tmp_path / "run")[-1]["step"] > step
+    renamed = on_call(Path, "unlink", 1, send(signal.SIGKILL))  # the new one is there, and the old one too
+    mini(tmp_path, *AGAIN, patch=renamed, code=-9)
+    mini(tmp_path, *AGAIN)
+    check_same(tmp_path, unbroken)
+
+def test_signals_end_a_run_in_one_line_and_lose_nothing(tmp_path, unbroken):
+    moments = [(ng.HFSampler, "is_finished", 300, signal.SIGTERM), (ng, "train_step", 1, signal.SIGINT),
+               (ng, "evaluate", 1, signal.SIGTERM), (ng, "log_probs_and_entropy", 1, signal.SIGINT),
+               (torch, "save", 1, signal.SIGTERM)]
+    for turn, (owner, name, call, number) in enumerate(moments):
+        patch = on_call(owner, name, call, send(number))
+        mini(tmp_path, *(AGAIN if turn else MINI), patch=patch, code=128 + number)
+        assert list((tmp_path / "run" / "checkpoint").glob("step-*.pt"))
+        one_line(tmp_path, "stopped by a signal", "--resume")
+    mini(tmp_path, *AGAIN)
+    check_same(tmp_path, unbroken)
+
+def test_a_second_signal_ends_a_run_at_once_and_the_grader_goes_with_it(tmp_path, unbroken):
+    def twice(*args):
+        send(signal.SIGINT)()  # held: the update has to be whole
+        send(signal.SIGINT)()
+
+    mini(tmp_path, *MINI, patch=on_call(ng, "train_step", 2, twice), code=-signal.SIGINT)
+    mini(tmp_path, *AGAIN)
+    check_same(tmp_path, unbroken)
+
+def test_a_signal_while_computer_algebra_starts_ends_the_program_at_once():
+    code = ("import os, rewards, signal, time\n"
+            "def main(args):\n"
+            "    rewards.BUDGET.end = time.monotonic() + 60\n"
+            "    start = rewards.start_worker\n"
+            "    rewards.start_worker = lambda: (start(), print(rewards.WORKER[0].pid, flush=True))\n"
+            "    rewards.threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+            "    rewards.ask_worker('x', 'x', False)\n"
+            "    time.sleep(60)\n"
+            "rewards.catch_signals()\nrewards.guard(main, None)")
+    process = subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True,
+                             timeout=20)
+    assert process.returncode == 143 and len(process.stderr.splitlines()) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(process.stdout), 0)
+
+def test_a_full_disk_is_told_in_one_line_and_the_last_checkpoint_goes_on(tmp_path, unbroken):
+    def fill(size):
+        return lambda *args: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    mini(tmp_path, *MINI, patch=on_call(torch, "save", 2, fill(100_000)), code=2)
+    one_line(tmp_path, ".pt cannot be written", "free space", "--resume")
+    mini(tmp_path, *AGAIN, patch=on_call(rewards, "log_step", 1, fill(1500)), code=2)
+    one_line(tmp_path, ".jsonl cannot be written", "free space", "--resume")
+    mini(tmp_path, *AGAIN, patch=on_call(rewards, "save_model", 1, fill(100_000)), code=2)
+    one_line(tmp_path, "run/model cannot be written", "free space", "--resume")
+    mini(tmp_path, *AGAIN)
+    check_same(tmp_path, unbroken)
+
+def test_a_run_folder_that_cannot_be_is_refused_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    mini(tmp_path, *MINI, "--run-dir", "file/run", code=2, patch=on_call(ng, "load_model", 1, send(9)))
+    one_line(tmp_path, "file/run/args.json cannot be written")
+
+def test_keep_is_the_number_of_checkpoints_and_no_half_of_one_stays(tmp_path):
+    policy = random_policy()
+    optimizer = torch.optim.AdamW(policy.parameters())
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "tmp-step-000001.pt").touch()  # of a run that was killed
+    for step in (2, 3, 4):
+        ng.save_checkpoint(policy, None, optimizer, {"step": step, "metrics": None}, tmp_path, 2)
+    names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    assert names == ["step-000003.pt", "step-000004.pt"]
+    assert ng.load_checkpoint(policy, None, optimizer, tmp_path)["step"] == 4
+
+def test_a_step_that_is_not_finite_is_not_applied(tmp_path):
+    real, calls = ng.train_step, []
+
+    def poisoned(policy, optimizer, rows, args):
+        calls.append(1)
+        if len(calls) in (1, 3, 4, 5):
+            rows[2].advantage = math.nan
+        before = [weight.clone() for weight in policy.parameters()]
+        sums = real(policy, optimizer, rows, args)
+        if len(calls) in (1, 3, 4, 5):
+            assert all(map(torch.equal, before, policy.parameters())) and sums == {"bad_steps": 1}
+        return sums
+
+    patch = lambda: setattr(ng, "train_step", poisoned)
+    text = mini(tmp_path, *MINI, "--max-steps", "9", patch=patch, code=2)
+    records = metrics_of(tmp_path / "run")
+    assert [record.get("train/bad_steps") for record in records] == [None, 1, None, 1, 1, 1]
+    assert text.count("NOT APPLIED, not finite: 1") == 4
+    one_line(tmp_path, "3 steps in a row", "bad-rows.jsonl", "--lr")
+    bad = [json.loads(line) for line in (tmp_path / "run" / "bad-rows.jsonl").read_text().splitlines()]
+    assert any(math.isnan(row["advantage"]) for row in bad)
+    assert all(row["example"].startswith("What is") and row["response_ids"] and row["text"] for row in bad)
+    path, = (tmp_path / "run" / "checkpoint").iterdir()
+    assert all(weight.isfinite().all() for weight in torch.load(path, weights_only=True)["policy"].values())
+
+def test_a_reward_function_that_raises_is_counted_and_one_that_always_does_ends_the_run(tmp_path):
+    (tmp_path / "faulty.py").write_text(
+        "def some(response, truth): return 1 / (len(response) % 3 - 1)\n"
+        "def every(response, truth): return response.nothing\n"
+        "calls = []\n"
+        "def eight(response, truth): calls.append(1); return 1 / (len(calls) < 9 or len(calls) > 16)\n")
+    text = mini(tmp_path, *MINI, "--reward-fn", "faulty:some", "--max-steps", "2")
+    counts = [record["train/grader_errors"] for record in metrics_of(tmp_path / "run")[1:]]
+    assert 0 < counts[0] < counts[1] and f"grader errors {counts[1]}" in text
+    mini(tmp_path, *MINI, "--reward-fn", "faulty:every", "--run-dir", "every", code=2)
+    one_line(tmp_path, "--reward-fn faulty:every failed on every response", "AttributeError")
+    # as many errors as an evaluation has answers are not yet a function that always fails
+    mini(tmp_path, *MINI, "--reward-fn", "faulty:eight", "--run-dir", "eight", "--max-steps", "2")
+
+def test_a_sampler_that_returns_fewer_responses_ends_the_run_in_one_line(tmp_path):
+    def lazy():
+        real = ng.HFSampler.generate
+        ng.HFSampler.generate = lambda self, prompts, n, *args: [
+            group[:n - (n == 4 and len(prompts) > 1)] for group in real(self, prompts, n, *args)]
+
+    mini(tmp_path, *MINI, patch=lazy, code=2)
+    one_line(tmp_path, "the sampler returned 12 responses, not 16")
+
+def test_an_empty_response_and_ids_without_a_token_are_scored_counted_and_trained_on():
+    args = settings("--max-tokens", "8", "--epochs-per-rollout-batch", "2", "--train-batch-size", "128")
+    policy = random_policy(vocab=len(TOKENIZER) + 8)  # as Qwen's matrix, which is larger than its vocabulary
+    responses = [[], [len(TOKENIZER) + 7, 5], [5, 6, EOS], [len(TOKENIZER)]]
+
+    class Sampler:
+        version = 0
+
+        def generate(self, prompts, n, seed, max_tokens):
+            return [[[ids, [-1.0] * len(ids), False] for ids in responses]]
+
+    example = ng.Example("q", "a", None, [5, 6, 7])
+    rows = ng.score(ng.sample(Sampler(), TOKENIZER, [example], 4, 0, 0, args), rewards.r1_zero_reward_fn)
+    assert [row.response_ids for row in rows] == responses and rows[0].text == rows[3].text == ""
+    rewards.shape(rows, 1, args)
+    metrics = rewards.rollout_metrics(rows, 4)
+    assert metrics["train/length"] == 1.5 and metrics["train/reward"] == 0
+    for row, advantage in zip(rows, (1.0, -1.0, 2.0, 0.5)):
+        row.advantage = advantage
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    metrics = ng.update(policy, None, optimizer, rows, 1, args)
+    assert metrics["train/bad_steps"] is None and math.isfinite(metrics["train/loss"])
+    assert metrics["train/grad_norm"] > 0 and all(weight.isfinite().all() for weight in policy.parameters())
+    empty = ng.train_step(policy, optimizer, [make_row([5, 6, 7], [])], args)
+    assert not empty["bad_steps"] and all(weight.isfinite().all() for weight in policy.parameters())
+
+def test_odd_text_in_a_data_file_goes_through_a_whole_run(tmp_path):
+    texts = ["What is \U0001f600 + 1 ?\r\nReally?", "x" * 100_000, None, "null", "\x00\x01 \u202e",
+             "<think></think><answer>7</answer>{question}{0}", "<|endoftext|>", *map(str, range(20))]
+    records = [{"question": text, "answer": "9" * (100_000 if text == "null" else 1)} for text in texts]
+    lines = [json.dumps(record) for record in [*records, None, ["a"], "text"]]
+    (tmp_path / "odd.jsonl").write_bytes("\r\n".join(lines).encode())
+    text = mini(tmp_path, *MINI, "--dataset", "odd.jsonl", "--max-steps", "2")
+    assert "4 of 30 rows dropped: no question or no answer" in text and "dropped 1 of " in text
+    values = [value for record in metrics_of(tmp_path / "run") for value in record.values()]
+    assert all(math.isfinite(value or 0) for value in values)
+
+def test_a_tracker_gets_every_step_and_its_faults_are_said_once(tmp_path):
+    tracker = ("import json\ndef init(**settings): print('init', *sorted(settings))\n"
+               "def log(metrics, step):\n    print('tracked', json.dumps([step, metrics]))\n")
+    (tmp_path / "trackio.py").write_text(tracker)
+    flags = (*MINI, "--report-to", "trackio")
+
+    def here():
+        sys.path.insert(0, str(tmp_path))
+
+    text = mini(tmp_path, *flags, patch=here)
+    sent = [json.loads(line[8:]) for line in text.splitlines() if line.startswith("tracked")]
+    assert "init config name project" in text
+    assert sent == [[record["step"], record] for record in metrics_of(tmp_path / "run")][-4:]
+    (tmp_path / "trackio.py").write_text(tracker + "    raise SystemError('no route')\n")
+    for argv, patch, cause in ((("--run-dir", "mute"), here, "no route"),
+                               (("--run-dir", "none"), lambda: None, "No module named 'trackio'")):
+        text = mini(tmp_path, *flags, *argv, "--max-steps", "2", patch=patch)
+        assert text.count("note: --report-to trackio failed") == text.count(cause) == 1
+
+class Payload:
+    def __reduce__(self):
+        return os.mkdir, ("pwned",)
+
+def test_a_checkpoint_that_runs_code_or_is_damaged_is_refused_in_one_line(tmp_path, unbroken):
+    shutil.copytree(unbroken / "run", tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint" / "step-000009.pt"
+    for content in (pickle.dumps(Payload()), path.with_name("step-000004.pt").read_bytes()[:90_000], b""):
+        path.write_bytes(content)
+        mini(tmp_path, *AGAIN, "--max-steps", "6", code=2)
+        one_line(tmp_path, "step-000009.pt")
+    torch.save({"step": Payload()}, path)
+    mini(tmp_path, *AGAIN, code=2)
+    one_line(tmp_path, "step-000009.pt")
+    assert not (tmp_path / "pwned").exists()
+    assert metrics_of(tmp_path / "run") == metrics_of(unbroken / "run")
+
+@pytest.mark.parametrize("seed", ["0", "3"])
+def test_a_run_ends_in_time_and_its_result_can_be_had_again(tmp_path, seed):
+    started = time.monotonic()
+    mini(tmp_path, *MINI, "--max-steps", "9999", "--max-hours", "0.001", "--seed", seed)  # 3.6 s
+    assert time.monotonic() - started < 30
+    run_dir, last = tmp_path / "run", metrics_of(tmp_path / "run")[-1]
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["step"] == last["step"] < 9999 and result["accuracy"] == last["eval/accuracy"]
+    assert 0 < result["hours"] < 30 / 3600
+    kept = ("metrics.jsonl", "samples.jsonl", "evaluation.jsonl", "model/model.safetensors")
+    before = [(run_dir / name).read_bytes() for name in kept]
+    mini(tmp_path, *AGAIN)
+    assert [(run_dir / name).read_bytes() for name in kept] == before
+    again = json.loads((run_dir / "result.json").read_text())
+    assert {**again, "flags": 0} == {**result, "flags": 0}
+    mini(tmp_path, "--mode", "eval", "--model", "run/model", "--run-dir", "eval")
+    known = ("accuracy", "stderr", "format_reward", "length", "held_out")
+    evaluated = json.loads((tmp_path / "eval" / "result.json").read_text())
+    assert [evaluated[key] for key in known] == [result[key] for key in known]
+    assert (tmp_path / "eval" / "evaluation.jsonl").read_bytes() == before[2]
 
 # --- Grader: golden values, small case lists by kind, hostile input, the life of the worker ----------------
 SAME = {  # gold: answers that say the same
