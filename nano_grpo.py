@@ -527,13 +527,13 @@ def autocast(device):
 
 def compute_entropy(logits):
     """(..., V) logits -> (...) entropy."""
-    log_probs = logits.log_softmax(-1)
-    return -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs_and_entropy(logits, torch.zeros_like(logits[..., 0], dtype=torch.long))[1]
 
 def log_probs_and_entropy(logits, labels, temperature=1.0):
     """(..., V) logits, (...) labels -> log-probs of labels, entropy. In float32: bfloat16 is off by 0.08."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0], compute_entropy(logits)
+    log_probs = logits.log_softmax(-1)
+    return log_probs.gather(-1, labels[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
 
 def pack(prompts, responses, pad_id=0):
     """Token ids -> right-padded tensors (B, S - 1), shifted so that position t predicts labels[t]. The masks
@@ -556,15 +556,15 @@ def get_response_log_probs(model, input_ids, labels, return_token_entropy=False)
     log_probs, entropy = log_probs_and_entropy(model(input_ids).logits, labels)
     return {"log_probs": log_probs} | ({"token_entropy": entropy} if return_token_entropy else {})
 
-def response_log_probs(policy, rows, temperature, chunk=2048):
+def response_log_probs(policy, rows, temperature, chunk=None):
     """Rows -> log_probs, entropy, response_mask, (B, T) each. Only response positions go through the output
     matrix, in chunks that are computed again in the backward pass: (B, S, V) float32 logits never exist."""
     batch = pack([row.example.prompt_ids for row in rows], [row.response_ids for row in rows])
     ids, labels, attention_mask, response_mask = (value.to(policy.device) for value in batch.values())
-    head = policy.get_output_embeddings()
+    chunk = chunk or max(1, 2**25 // policy.config.vocab_size)  # tokens whose logits take 128 MiB
 
     def head_chunk(hidden, labels):
-        return log_probs_and_entropy(head(hidden), labels, temperature)
+        return log_probs_and_entropy(policy.get_output_embeddings()(hidden), labels, temperature)
 
     with autocast(policy.device):
         hidden = policy.base_model(ids, attention_mask=attention_mask).last_hidden_state  # (B, S - 1, H)
