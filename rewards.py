@@ -1219,7 +1219,12 @@ def draw_curves(run_dirs, metrics, path):
         flags.pop("seed")
         runs.append((flags, read_log(folder / "metrics.jsonl")))
     settings = [flags for i, (flags, _) in enumerate(runs) if flags not in [other for other, _ in runs[:i]]]
-    differ = [key for key in settings[0] if len({str(flags.get(key)) for flags in settings}) > 1]
+    differ = {}  # flags that tell the settings apart, without those that only repeat another one
+    for key in settings[0]:
+        values = [str(flags.get(key)) for flags in settings]
+        pattern = tuple(map(values.index, values))
+        if any(pattern):
+            differ.setdefault(pattern, key)
     rows = -(-len(metrics) // 2)
     figure = Figure(figsize=(10, 3.2 * rows), layout="constrained")
     for axis, metric in zip(figure.subplots(rows, min(2, len(metrics)), squeeze=False).flat, metrics):
@@ -1228,13 +1233,14 @@ def draw_curves(run_dirs, metrics, path):
                      for other, records in runs if other == flags]
             steps = sorted(set.intersection(*map(set, seeds)))
             values = [[one[step] for one in seeds] for step in steps]
-            label = ", ".join(f"{key} {flags.get(key)}" for key in differ) or metric
-            line, = axis.plot(steps, list(map(mean, values)), label=f"{label} ({len(seeds)} seeds)"
-                              if len(seeds) > 1 else label)
+            label = ", ".join(f"{key} {flags.get(key)}" for key in differ.values())
+            label += f" ({len(seeds)} seeds)" if len(seeds) > 1 else ""
+            line, = axis.plot(steps, list(map(mean, values)), label=label)
             band = list(map(min, values)), list(map(max, values))
             axis.fill_between(steps, *band, alpha=0.2, color=line.get_color())
         axis.set(title=metric, xlabel="step")
-        axis.legend(fontsize="small")
+    if differ:
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     write_atomic(Path(path), lambda temporary: figure.savefig(temporary, dpi=100, format="png"))
 
 MAX_BAD_STEPS = 3  # in a row, before the run stops
