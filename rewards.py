@@ -1139,8 +1139,8 @@ def disk(path):
     try:
         yield
     except Exception as error:  # OSError; torch.save and safetensors have their own
-        stop_run(f"{path} cannot be written ({str(error).splitlines()[0][:100]}): free space or give rights, "
-                 "then --resume; the last checkpoint is whole")
+        stop_run(f"{path} cannot be written ({str(error).splitlines()[0][:100]}): free space or "
+                 "give rights, then --resume, or take another folder; what was written before is whole")
 
 def write_atomic(path, write):
     """write(temporary path), then a rename: whoever looks at `path` sees the old content or the new one."""
