@@ -305,9 +305,9 @@ class HFSampler:
         """Prompts (token ids) -> for each a list of n [response ids, log-probs, truncated]."""
         generator = torch.Generator(self.policy.device).manual_seed(seed)
         size, samples = max(1, self.args.sampler_batch_size // n), []
-        for start in tqdm(range(0, len(prompts), size), desc="rollout", disable=None, leave=False):
-            samples += self.generate_chunk(prompts[start:start + size], n, generator, max_tokens)
-        return [samples[i:i + n] for i in range(0, len(samples), n)]
+        for chunk in tqdm(rewards.chunks(prompts, size), desc="rollout", disable=None, leave=False):
+            samples += self.generate_chunk(chunk, n, generator, max_tokens)
+        return rewards.chunks(samples, n)
 
     @torch.no_grad()
     def generate_chunk(self, prompts, n, generator, max_tokens):
@@ -474,7 +474,7 @@ def roll_out(sampler, tokenizer, questions, reward_fn, step, metrics, args):
         with stopwatch(metrics, "reward"):
             rewards.seed_random(seed)
             score(more, reward_fn)
-            for group in (more[start:start + size] for start in range(0, len(more), size)):
+            for group in rewards.chunks(more, size):
                 rewards.shape(group, step, args)
                 live += [] if rewards.is_dead(group) else group
             questions.record(more)
@@ -753,7 +753,7 @@ def update(policy, reference, optimizer, rows, step, args):
     size, batches, totals = args.train_batch_size, [], Counter()
     for epoch in range(args.epochs_per_rollout_batch):
         order = random.Random(seed_for(args.seed, f"epoch {epoch}", step)).sample(rows, len(rows))
-        batches += [order[start:start + size] for start in range(0, len(rows), size)]
+        batches += rewards.chunks(order, size)
     if len(batches) > 1 and (args.loss != "pg" or args.tis_cap is not None or args.kl_coef):
         cache_log_probs(policy, rows, "old_log_probs", args)
     if reference and args.kl_ref_every and (step - 1) % args.kl_ref_every == 0:
@@ -879,14 +879,14 @@ def main(args):
         return score(sample(sampler, tokenizer, examples, n, seed, 0, args, prefixes), reward_fn)
 
     kept = rewards.filter_questions(train, ask, run_dir / "pass_rates.json", args)
-    questions = rewards.Questions(kept, args.curriculum, args.seed)
-    vars(questions).update(copy.deepcopy(state["questions"]))
-    if not rewards.read_log(run_dir / "metrics.jsonl"):
+    questions = rewards.Questions(kept, args.curriculum, args.seed, state["questions"])
+    records = rewards.read_log(run_dir / "metrics.jsonl")
+    if not records:
         metrics = {"step": 0}
         with stopwatch(metrics, "eval"):
             more, rows = evaluate(sampler, tokenizer, held_out, reward_fn, 0, run_dir, args)
-        rewards.log_step(run_dir, metrics | more, rows[:8], args)
-    records = rewards.read_log(run_dir / "metrics.jsonl")
+        records = [metrics | more]
+        rewards.log_step(run_dir, records[0], rows[:8], args)
     started = rewards.STARTED - state["seconds"]
     if args.mode != "eval":
         save = lambda: save_checkpoint(policy, reference, optimizer, state, run_dir, args.keep)

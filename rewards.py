@@ -8,6 +8,7 @@ or parsed as Python, and it is bounded in length and depth before anything reads
 """
 import atexit
 import contextlib
+import copy
 import functools
 import glob
 import hashlib
@@ -185,11 +186,14 @@ def fingerprint(examples):
 
 CLOSE = " </think> <answer>"  # ends a thought for the model
 
+def prompt_text(prompt, question):
+    """The text that is asked; replace, not format: questions contain braces."""
+    return PROMPTS[prompt][0].replace("{question}", question)
+
 def add_prompts(examples, tokenizer, args):
     """Fills prompt_ids; drops questions that leave no room for max_tokens in the model's context (tokens)."""
-    for example in examples:  # replace, not format: questions contain braces
-        text = PROMPTS[args.prompt][0].replace("{question}", example.question)
-        example.prompt_ids = tokenizer.encode(text)
+    for example in examples:
+        example.prompt_ids = tokenizer.encode(prompt_text(args.prompt, example.question))
     kept = [example for example in examples if 0 < len(example.prompt_ids) <= args.context - args.max_tokens]
     if len(kept) < len(examples):
         say = print if kept else stop_run
@@ -230,11 +234,13 @@ class Questions:
 
     uniform: each once an epoch, in a new order every epoch; easy_to_hard: the same, by falling pass rate;
     prioritized: drawn with P proportional to 1 - success rate in training so far (Kimi k1.5).
+    saved: what state() gave, to go on from there.
     """
-    def __init__(self, examples, curriculum, seed):
+    def __init__(self, examples, curriculum, seed, saved=None):
         self.examples, self.curriculum, self.seed = examples, curriculum, seed
         self.index = {id(example): i for i, example in enumerate(examples)}
         self.taken, self.right, self.tried = 0, [0] * len(examples), [0] * len(examples)
+        vars(self).update(copy.deepcopy(saved or {}))  # what the checkpoint says must not change with it
 
     def take(self, count):
         """The next `count` examples, as a list."""
@@ -272,7 +278,7 @@ def filter_questions(examples, ask, path, args):
         for test, prefix in tests.items():
             n = vars(args)[test]
             right = [row.reward["answer_reward"] for row in ask(examples, prefix, n)]
-            rates[test] = [mean(right[start:start + n]) for start in range(0, len(right), n)]
+            rates[test] = [mean(group) for group in chunks(right, n)]
         write_lines(path, [rates])
     rates = read_log(path)[0]
     for example, rate in zip(examples, rates.get("difficulty_filter", [])):
@@ -347,11 +353,11 @@ CACHE = Path(os.environ.get("NANO_GRPO_CACHE", Path.home() / ".cache" / "nano_gr
 
 def tiny_texts(task, tokenizer):
     """The pre-training texts: (prompt ids, response ids) each. Sound solutions first, then more of STYLES."""
-    rng, pairs, prompts = random.Random(1), [], {}
-    for example in task_examples(task)[0]:
-        prompts[example.question] = tokenizer.encode(R1_ZERO_PROMPT.replace("{question}", example.question))
+    rng, pairs = random.Random(1), []
+    questions = [example.question for example in task_examples(task)[0]]
+    prompts = {question: tokenizer.encode(prompt_text("r1_zero", question)) for question in questions}
     for n in range(TINY_ROWS):
-        question = rng.choice(list(prompts))
+        question = rng.choice(questions)
         styles = STYLES if rng.random() < (n / TINY_ROWS - 0.5) / 0.25 else {"careful": 0.8, "untagged": 0.2}
         style = rng.choices(list(styles), list(styles.values()))[0]
         text = task_trace(task, [c for c in question if c.isdigit()], style, rng)
@@ -1088,8 +1094,7 @@ def is_last(records, seconds, args):
     """True if the steps are done, or if another one and the evaluation would not end within --max-hours."""
     recent = [records[0], *records[-20:]]
     evaluation = max(record.get("time/eval", 0.0) for record in recent)
-    step = max(sum(value for key, value in record.items() if key.startswith("time/") and key != "time/eval")
-               for record in recent)
+    step = max(map(step_seconds, recent))
     is_late = seconds + 1.2 * step + 1.5 * evaluation > 3600 * (args.max_hours or float("inf"))
     return is_late or records[-1]["step"] >= args.max_steps
 
@@ -1097,16 +1102,23 @@ def mean(values):
     values = list(values)
     return sum(values) / len(values) if values else None
 
+def chunks(items, size):
+    """A list cut into lists of `size`, the last one perhaps shorter: groups, batches."""
+    return [items[start:start + size] for start in range(0, len(items), size)]
+
+def step_seconds(record):
+    """What the stages of a step took together, without its evaluation."""
+    return sum(value for key, value in record.items() if key.startswith("time/") and key != "time/eval")
+
 def rollout_metrics(rows, group_size):
     """Means over all rollouts of a step, before any is dropped. Lengths in tokens."""
-    groups = [rows[start:start + group_size] for start in range(0, len(rows), group_size)]
     right = [row.reward["answer_reward"] == 1 for row in rows]
     return {"train/reward": mean(row.reward["reward"] for row in rows), "train/answer_reward": mean(right),
             "train/format_reward": mean(row.reward["format_reward"] for row in rows),
             "train/length": mean(len(row.response_ids) for row in rows),
             "train/length_right": mean(len(row.response_ids) for row, ok in zip(rows, right) if ok),
             "train/length_wrong": mean(len(row.response_ids) for row, ok in zip(rows, right) if not ok),
-            "train/dead_groups": mean(map(is_dead, groups)),
+            "train/dead_groups": mean(map(is_dead, chunks(rows, group_size))),
             "train/truncated": mean(row.truncated for row in rows),
             "train/grader_errors": STATS["errors"] + STATS["timeouts"]}
 
@@ -1185,15 +1197,14 @@ def open_run(args, script):
 
 def response_record(row, args):
     """A row as an object of samples.jsonl and evaluation.jsonl."""
-    prompt = PROMPTS[args.prompt][0].replace("{question}", row.example.question)
+    prompt = prompt_text(args.prompt, row.example.question)
     return {"prompt": prompt, "response": row.text, "ground_truth": row.example.ground_truth, **row.reward,
             "length": len(row.response_ids), "finish_reason": "length" if row.truncated else "stop"}
 
 def log_step(run_dir, metrics, rows, args):
     """Appends to metrics.jsonl, rows to samples.jsonl; prints the health line (times in seconds)."""
     if "train/tokens" in metrics:
-        seconds = sum(metrics[key] for key in metrics if key.startswith("time/") and key != "time/eval")
-        metrics["tokens_per_second"] = metrics["train/tokens"] / seconds
+        metrics["tokens_per_second"] = metrics["train/tokens"] / step_seconds(metrics)
     with disk(run_dir / "metrics.jsonl"), open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps(metrics) + "\n")
     with disk(run_dir / "samples.jsonl"), open(run_dir / "samples.jsonl", "a") as file:
@@ -1240,7 +1251,8 @@ def draw_curves(run_dirs, metrics, path):
             axis.fill_between(steps, *band, alpha=0.2, color=line.get_color())
         axis.set(title=metric, xlabel="step")
     if differ:
-        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+        lines = axis.get_legend_handles_labels()
+        figure.legend(*lines, loc="outside lower center", ncols=2, fontsize="small")
     write_atomic(Path(path), lambda temporary: figure.savefig(temporary, dpi=100, format="png"))
 
 MAX_BAD_STEPS = 3  # in a row, before the run stops
