@@ -22,13 +22,16 @@ import os
 import platform
 import random
 import re
+import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
 import unicodedata
+import warnings
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -1014,6 +1017,67 @@ def language_consistency(text, language="en"):
     scripts = SCRIPTS.get(language, ("LATIN",))
     return sum(unicodedata.name(word[0], "").startswith(scripts) for word in words) / max(1, len(words))
 
+# --- Flags that do not fit together ------------------------------------------------------------------------
+USED_BY = {"questions": ["expert_iteration", "grpo"], "advantage": ["grpo"], "loss": ["grpo", "bench"],
+           "plot": ["plot"], "bench": ["bench"]}  # other stages: by all
+RATIO = ["grpo_clip", "gspo", "cispo"]
+NEEDS = [  # a flag needs another one to be set, or to have one of these values, because
+    ("cliprange", "loss", RATIO[:2], "no other loss clips on both sides"),
+    ("cliprange_high", "loss", RATIO, "no other loss clips a ratio"),
+    ("tau", "loss", ["kimi"], "it weighs Kimi's squared log ratio"),
+    ("loss_aggregation", "loss", ["pg", *RATIO], "kimi sums a row's tokens, without a length normaliser"),
+    ("no_length_norm", "loss_aggregation", ["constant"], "it is its short name"),
+    ("std_norm", "baseline", ["mean"], "with another baseline the std would undo its point"),
+    ("std_norm", "loss", ["pg", *RATIO], "kimi compares with the mean only"),
+    ("kl", "kl_coef", [], "it names the estimator of that KL"),
+    ("kl_ref_every", "kl_coef", [], "it renews the copy of that KL"),
+    ("length_reward_after", "length_reward", [], "it delays that reward"),
+    ("wait", "thinking_budget", [], "else a thought could go on without end"),
+    ("thinking_budget", "prompt", ["r1_zero"], "other prompts have no </think>"),
+    ("guessable_filter", "prompt", ["r1_zero"], "other prompts have no </think>"),
+    ("overlap", "loss", [*RATIO, "kimi"], "without a ratio to the sampler nothing corrects for it"),
+    ("dynamic_sampling", "baseline", ["mean", "loo", "max"], "without a baseline equal rewards teach too")]
+
+def refuse(args, given, flags):
+    """Stops, with one line, on flags that would run and not mean what they say; `given` has their names,
+    `flags` is the table of the command line."""
+    for stage, (flag, _, default, _) in ((stage, row) for stage, rows in flags.items() for row in rows):
+        key, modes = flag[2:].replace("-", "_"), USED_BY.get(stage, [args.mode])
+        value, may_be_zero = getattr(args, key), default == 0 or key == "min_tokens"
+        if type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
+            stop_run(f"{flag} must be above 0, not {value}")
+        if key in given and args.mode not in ["eval", *modes] and not args.resume:
+            stop_run(f"{flag} does nothing in --mode {args.mode}, only in {', '.join(modes)}: leave it out")
+    for key, other, values, why in NEEDS:
+        fits = getattr(args, other) in values if values else getattr(args, other)
+        if key in given and getattr(args, key) and not fits:
+            value = " or ".join(values or ["above 0"])
+            stop_run(f"--{key} needs --{other} ".replace("_", "-") + f"{value}: {why}")
+    for is_bad, message in [
+        (args.group_size == 1 and args.mode == "grpo" and (args.baseline != "none" or args.length_reward),
+         "--group-size 1 leaves no group to compare with: take 2 or more (or --baseline none)"),
+        (args.curriculum == "easy_to_hard" and not args.difficulty_filter,
+         "--curriculum easy_to_hard needs pass rates: add --difficulty-filter 8"),
+        ((args.model.count("/") > 1 or args.model.startswith(".")) and not Path(args.model).exists(),
+         f"--model {args.model} is no folder"),
+        (args.rollout_batch_size % args.group_size,
+         f"--group-size {args.group_size} does not divide --rollout-batch-size {args.rollout_batch_size}"),
+        (args.rollout_batch_size % args.train_batch_size,
+         f"--train-batch-size {args.train_batch_size} does not divide --rollout-batch-size "
+         f"{args.rollout_batch_size}: choose a divisor, so that each row counts"),
+        ((args.thinking_budget or 0) >= args.max_tokens,
+         f"--thinking-budget leaves no token of --max-tokens {args.max_tokens} for the answer: lower it"),
+        (args.overlap and args.tis_cap is not None,
+         "--tis-cap would do nothing with --overlap, whose ratio is to the sampler already: leave one out"),
+        (args.overlong_cache >= args.max_tokens,
+         f"--overlong-cache {args.overlong_cache} has to be under --max-tokens {args.max_tokens}: lower it"),
+        (not 4 <= args.row_lengths[0] <= args.row_lengths[1],
+         "--row-lengths needs two numbers from 4 on, the shorter one first, such as 32 512"),
+        (args.min_tokens > args.max_tokens, f"--min-tokens is over --max-tokens {args.max_tokens}: lower it"),
+    ]:
+        if is_bad:
+            stop_run(message)
+
 # --- Records: a run's folder, its metrics and figures ------------------------------------------------------
 class Stopped(BaseException):
     """SIGTERM or Ctrl-C; not an Exception, which a grader would count and go on."""
@@ -1089,6 +1153,30 @@ def choose_sampler(args, has_cuda):
         stop_run(f"--sampler vllm needs the package {package}: {cure}, or take --sampler hf")
     print(f"note: sampling without vLLM is many times slower; to have it: {cure}")
     return "hf"
+
+def start_engine(path, args):
+    """vLLM in this process, on cuda:0 (the policy is on cuda:1, or shares cuda:0 and the engine sleeps)."""
+    settings = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR",
+                    VLLM_CPU_KVCACHE_SPACE="1", TORCH_CPP_LOG_LEVEL="ERROR")
+    os.environ.update(settings | os.environ)
+    import torch
+    has_cuda, is_shared = torch.cuda.is_available(), torch.cuda.device_count() == 1
+    if args.overlap and is_shared:
+        stop_run("--overlap needs two GPUs: on one the engine sleeps while the policy trains; leave it out")
+    warnings.filterwarnings("ignore", module="vllm")
+    import vllm._custom_ops
+    vllm._custom_ops._supports_onednn = False  # CPU: no packed weights, so that a push can copy in place
+    try:
+        engine = vllm.LLM(
+            model=path, dtype="bfloat16" if has_cuda else "float32", seed=args.seed,
+            enforce_eager=not has_cuda, max_model_len=args.max_model_len,
+            gpu_memory_utilization=args.gpu_memory_utilization or (0.5 if is_shared else 0.85),
+            enable_sleep_mode=is_shared, use_tqdm_on_load=False,
+            generation_config="vllm",  # no sampling defaults out of the folder
+            logprobs_mode="processed_logprobs")  # of what was sampled from, with temperature
+    except TypeError as error:
+        stop_run(f"--sampler vllm: vLLM {vllm.__version__} has another interface ({error}); 0.32 works")
+    return engine
 
 def is_last(records, seconds, args):
     """True if the steps are done, or if another one and the evaluation would not end within --max-hours."""
@@ -1180,6 +1268,30 @@ def read_checkpoint(path):
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of zip, pickle or the disk
         stop_run(f"{path} is no checkpoint ({repr(error)[:80]}): remove it; --resume takes the one before")
+
+def save_checkpoint(policy, reference, optimizer, state, run_dir, keep):
+    """All that a resumed run needs: samples follow from seed and step, questions from their counts."""
+    import torch
+    tensors = dict(policy=policy.state_dict(), optimizer=optimizer.state_dict(),
+                   reference=reference and reference.state_dict())
+    path = run_dir / "checkpoint" / f"step-{state['step']:06}.pt"
+    write_atomic(path, lambda temporary: torch.save({**state, **tensors}, temporary))
+    for old in [*path.parent.glob("tmp-*"), *sorted(path.parent.glob("step-*.pt"))[:-keep]]:
+        old.unlink()
+
+def load_checkpoint(policy, reference, optimizer, run_dir):
+    """-> the state of the newest checkpoint, or None before the first. Cuts the logs back to its step."""
+    paths, state, last = sorted((run_dir / "checkpoint").glob("step-*.pt")), None, -1
+    if paths:
+        state = read_checkpoint(paths[-1])
+        for name, part in dict(policy=policy, reference=reference, optimizer=optimizer).items():
+            tensors = state.pop(name)
+            if part:
+                part.load_state_dict(tensors)
+        last = state["step"] - bool(state["metrics"])  # metrics: of a step that is trained and not yet logged
+    for log in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
+        write_lines(log, [record for record in read_log(log) if record["step"] <= last])
+    return state
 
 def open_run(args, script):
     """Makes the run folder, with the flags and a copy of the script -> its path."""
@@ -1295,6 +1407,89 @@ def write_result(run_dir, metrics, seconds, train, held_out, args):
     write_atomic(run_dir / "result.json", lambda path: path.write_text(json.dumps(result, indent=2)))
     print(f"accuracy {result['accuracy']:.1%} +- {result['stderr']:.1%} at step {result['step']}; "
           f"all files are in {run_dir}")
+
+def random_model(args):
+    """--model's architecture with --shape's changes and random weights, in float32."""
+    import torch
+    import transformers
+    changes = dict(pair.split("=", 1) for pair in args.shape if "=" in pair)
+    try:
+        if args.model == "tiny":
+            config = transformers.Qwen2Config(vocab_size=len(tiny_tokenizer()), **TINY)
+        else:
+            config = transformers.AutoConfig.from_pretrained(args.model)
+        unknown = [pair for pair in args.shape if pair.split("=")[0] not in changes.keys() & config.to_dict()]
+        if unknown:
+            raise ValueError(f"{unknown[0]} is no key=value of this config")
+        settings = {key: json.loads(value) for key, value in changes.items()}
+        settings = {"layer_types": None, **settings} if "num_hidden_layers" in settings else settings
+        config = type(config)(**config.to_diff_dict() | settings)
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        cause = str(error.__cause__ or error)[:150]
+        stop_run(f"--model {args.model} --shape {' '.join(args.shape)}: {cause}; "
+                 "give a model's name or folder, and keys of its config.json such as hidden_size=128")
+
+def ragged_rows(count, vocab_size, make_row, args):
+    """Random rows of --row-lengths tokens, in groups with a common prompt; no advantage is 0."""
+    rng, rows, (low, high) = random.Random(0), [], args.row_lengths
+    for i in range(count):
+        if i % args.group_size == 0:
+            prompt = rng.choices(range(vocab_size), k=rng.randint(low // 2, max(low // 2, high // 4)))
+            example = Example("", "", prompt_ids=prompt)
+        response = rng.choices(range(vocab_size), k=max(low // 4, rng.randint(low, high) - len(prompt)))
+        rows.append(make_row(example, response, advantage=rng.choice([-1.0, 1.0]),
+                             sampler_log_probs=[0.0] * len(response)))
+    return rows
+
+def step_flops(policy, rows):
+    """Floating-point operations that a train step cannot do without, with nothing padded or computed twice:
+    2 a weight and token forward, twice that backward; causal attention 2 S^2 a unit of width and layer."""
+    inner = policy.base_model
+    body = sum(weight.numel() for weight in inner.parameters() if weight.dim() > 1)
+    body -= policy.get_input_embeddings().weight.numel()  # a look-up
+    head = policy.get_output_embeddings().weight.numel()
+    width = sum(layer.self_attn.o_proj.in_features for layer in inner.layers)
+    return 3 * sum(2 * body * len(row) + 2 * head * len(row.response_ids) + 2 * width * len(row) ** 2
+                   for row in rows)
+
+def bench(policy, make_row, step, args):
+    """--mode bench: times step(rows) for once, twice and four times --rollout-batch-size rows; a table."""
+    import torch
+    has_cuda = policy.device.type == "cuda"
+
+    def times(action):
+        seconds = []
+        for _ in range(args.repeats + 1):
+            started = time.perf_counter()
+            action()
+            if has_cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return sorted(seconds[1:])  # the first one warms up
+
+    size, dtype = (8192, torch.bfloat16) if has_cuda else (4096, torch.float32)
+    square = torch.randn(size, size, dtype=dtype, device=policy.device)
+    print(f"{policy.num_parameters():,} parameters, {policy.device}, {torch.get_num_threads()} threads, "
+          f"torch {torch.__version__}, products in {dtype}\n\n"
+          "| rows | tokens | seconds (range) | rows/s | tokens/s | TFLOP/s | of matmul's | peak memory, GB |\n"
+          "|---|---|---|---|---|---|---|---|")
+    for count in (args.rollout_batch_size * scale for scale in (1, 2, 4)):
+        rows = ragged_rows(count, policy.config.vocab_size, make_row, args)
+        args.train_batch_size = count
+        rate = 2 * size**3 / statistics.median(times(lambda: square @ square))  # in the same minute
+        seconds = times(lambda: step(rows))
+        middle, tokens, flops = statistics.median(seconds), sum(map(len, rows)), step_flops(policy, rows)
+        peak = torch.cuda.max_memory_allocated(policy.device) if has_cuda else peak_memory()
+        print(f"| {count} | {tokens:,} | {middle:.3g} ({seconds[0]:.3g} to {seconds[-1]:.3g}) | "
+              f"{count / middle:.3g} | {tokens / middle:,.0f} | {flops / middle / 1e12:.3g} | "
+              f"{flops / middle / rate:.0%} of {rate / 1e12:.3g} | {peak / 1e9:.2f} |", flush=True)
+
+def peak_memory():
+    """Bytes that this process took at most so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 class Report:
     """--report-to: the metrics go to wandb or trackio too. What fails there is said once; the run goes on."""
