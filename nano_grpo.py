@@ -293,6 +293,7 @@ class HFSampler:
             share = log_probs.double().exp().cumsum(-1)  # inverse transform; multinomial is slow on CPUs
             point = torch.rand(len(share), 1, dtype=share.dtype, device=device, generator=generator)
             ids = torch.searchsorted(share, point * share[:, -1:], right=True)
+            ids = ids.clamp(max=share.shape[1] - 1)  # of NaN weights, for check_push to tell
             for i, token, log_prob in zip(alive, ids.tolist(), log_probs.gather(1, ids).tolist()):
                 samples[i][0] += token
                 samples[i][1] += log_prob

@@ -166,10 +166,11 @@ def load_examples(args):
     if args.mode == "eval":
         return train, held_out
     known = {plain(example.question) for example in held_out}
+    common = [example.question for example in train if plain(example.question) in known]
     rows, train = len(train), [example for example in train if plain(example.question) not in known]
-    leaked, hint = rows - len(train), ""
+    leaked, hint = len(common), f" (the first: {common[0][:80]!r})" if common else ""
     if leaked > 4_000 and 11_500 < rows < 12_500:
-        hint = (" (12,000/500 splits of MATH contain about 4,500 of the 5,000 official validation problems: "
+        hint += (" (12,000/500 splits of MATH contain about 4,500 of the 5,000 official validation problems: "
                 "only the official 7,500/5,000 split is clean)")
     for is_bad, message in [
         (leaked > allowed, f"has {leaked} questions of the evaluation data in it: drop them{hint}"),
@@ -1085,7 +1086,7 @@ class Stopped(BaseException):
 class PushError(RuntimeError):
     """The sampler does not have the weights it should have."""
 
-SIGNAL = {"held": False, "caught": 0, "runs": False}
+SIGNAL = {"held": False, "caught": 0, "runs": False, "run_dir": ""}
 STARTED = time.time()  # the clock of --max-hours
 
 def on_signal(number, frame):
@@ -1132,7 +1133,8 @@ def guard(main, args):
     except PushError as error:
         stop_run(error)
     except Stopped:
-        print("nano_grpo: stopped by a signal; --resume --run-dir goes on with a run", file=sys.stderr)
+        cure = "go on with --resume --run-dir " + SIGNAL["run_dir"] if SIGNAL["run_dir"] else "nothing had begun"
+        print(f"nano_grpo: stopped by a signal; {cure}", file=sys.stderr)
         sys.exit(128 + SIGNAL["caught"])
 
 @contextlib.contextmanager
@@ -1298,6 +1300,7 @@ def open_run(args, script):
     run_dir = Path(args.run_dir)
     if (run_dir / "metrics.jsonl").exists() and not args.resume:
         stop_run(f"--run-dir {run_dir} holds a run: add --resume to go on with it, or give another folder")
+    SIGNAL["run_dir"] = args.run_dir
     flags = {key: value for key, value in vars(args).items() if key not in ("resume", "run_dir")}
     record = json.dumps({"args": flags, "torch": importlib.metadata.version("torch")}, indent=2)
     write_atomic(run_dir / "args.json", lambda path: path.write_text(record))
@@ -1341,6 +1344,9 @@ def draw_curves(run_dirs, metrics, path):
         flags = json.loads((folder / "args.json").read_text())["args"]
         flags.pop("seed")
         runs.append((flags, read_log(folder / "metrics.jsonl")))
+    unknown = set(metrics) - set(CURVES) - {key for _, records in runs for record in records for key in record}
+    if unknown:
+        stop_run(f"--metrics: no run has {', '.join(sorted(unknown))}: give keys of metrics.jsonl")
     settings = [flags for i, (flags, _) in enumerate(runs) if flags not in [other for other, _ in runs[:i]]]
     differ = {}  # flags that tell the settings apart, without those that only repeat another one
     for key in settings[0]:

@@ -4,6 +4,7 @@ Golden numbers are to 1e-6 and were computed apart from this code. Invariances g
 on a random float64 model. Whole runs are subprocesses with the built-in tiny model, whose warm start is made
 once and kept in NANO_GRPO_CACHE (default ~/.cache/nano_grpo).
 """
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -469,6 +470,21 @@ def test_an_output_matrix_with_a_bias_and_its_temperature():
         close(log_probs[mask], torch.cat([plain_log_probs(policy, row, temperature) for row in rows]))
     log_probs.sum().backward()
     assert policy.lm_head.bias.grad.abs().sum() > 0
+
+def test_compiled_updates_have_the_same_gradient_and_sampling_stays_plain(monkeypatch):
+    """With the graphs of torch.compile, without its minute of C++."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    policy, rows = random_policy(), make_rows()
+    counts = torch._dynamo.utils.counters["stats"]
+    counts.clear()
+    want, sums = gradient(policy, rows, settings("--max-grad-norm", "1e9"))
+    assert not counts
+    got, compiled = gradient(policy, rows, settings("--max-grad-norm", "1e9", "--compile"))
+    close(got, want)
+    close(compiled["loss"], sums["loss"])
+    graphs = counts["unique_graphs"]
+    make_sampler(policy, settings("--max-tokens", "6", "--compile")).generate([[5, 6]], 2, 0, 6)
+    assert 0 < graphs == counts["unique_graphs"]
 
 def test_gradient_checkpointing_computes_each_layer_again_and_changes_nothing_else(tmp_path):
     policy, args = random_policy(), settings("--run-dir", str(tmp_path))
@@ -1318,7 +1334,9 @@ def test_seeds_of_a_setting_are_drawn_as_one_line_with_a_band(tmp_path, figures)
     folders = [write_run(tmp_path / "a", [.1, .2, .3], seed=0, lr=1e-3, loss="pg"),
                write_run(tmp_path / "b", [.5, .4, .5, .9], seed=1, lr=1e-3, loss="pg"),
                write_run(tmp_path / "c", [.7], seed=0, lr=2e-3, loss="pg")]
-    rewards.draw_curves(folders, ["train/reward", "eval/accuracy", "train/kl"], tmp_path / "curves.png")
+    with pytest.raises(SystemExit):
+        rewards.draw_curves(folders, ["train/reward", "train/kl"], tmp_path / "curves.png")  # of no run
+    rewards.draw_curves(folders, ["train/reward", "eval/accuracy", "train/entropy"], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["curves.png"]
     axis, accuracy = figures[0].axes[:2]
@@ -1676,6 +1694,21 @@ def test_a_model_is_loaded_in_float32_with_all_its_ends(tmp_path):
     loaded, tokenizer, sampler = ng.load_model(args)
     assert {weight.dtype for weight in loaded.parameters()} == {torch.float32} and not loaded.training
     assert set(sampler.eos_ids) == {EOS, 7} and sampler.version is None and len(tokenizer) == len(TOKENIZER)
+
+def test_with_overlap_the_sampler_has_weights_of_its_own_that_move_at_a_push_only(tmp_path):
+    random_policy(dtype=torch.float32).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    args = settings("--model", str(tmp_path), "--sampler", "hf", "--dataset", "arithmetic", "--overlap")
+    policy, _, sampler = ng.load_model(args)
+    with torch.no_grad():
+        policy.model.norm.weight += 1.0
+    name = "model.norm.weight"
+    assert (policy.state_dict()[name] - sampler.policy.state_dict()[name] == 1.0).all()
+    sampler.push(policy, 3)
+    assert sampler.version == 3 and torch.equal(policy.state_dict()[name], sampler.policy.state_dict()[name])
+    args.overlap = False
+    policy, _, sampler = ng.load_model(args)
+    assert sampler.policy is policy
 
 def test_the_canary_refuses_a_model_that_scales_its_logits():
     """response_log_probs applies the output matrix itself: Granite and Gemma-2 do more than that."""
@@ -2446,9 +2479,15 @@ def test_an_error_or_a_signal_beside_an_update_loses_no_step(tmp_path):
         raise ValueError("the rollout failed")
 
     overlap = [*MINI, "--overlap"]
-    out = mini(tmp_path, *overlap, patch=on_call(ng, "roll_out", 3, fail), code=1)
+    def patch():
+        tell((ng, "update", lambda *args: args[4]))()
+        on_call(rewards, "shape", 10, fail)()  # of step 3
+
+    out = mini(tmp_path, *overlap, patch=patch, code=1)
     assert "the rollout failed" in out
-    assert [path.name for path in (tmp_path / "run" / "checkpoint").glob("*")] == ["step-000002.pt"]
+    path, = (tmp_path / "run" / "checkpoint").glob("*")
+    saved = torch.load(path, weights_only=True)
+    assert saved["step"] == 2 and saved["questions"]["taken"] == 2 * 4  # not those of the lost rollout
     stop = on_call(ng.HFSampler, "is_finished", 600, send(signal.SIGTERM))
     mini(tmp_path, *AGAIN, patch=stop, code=143)
     one_line(tmp_path, "stopped by a signal", "--resume")
@@ -2993,6 +3032,11 @@ def test_ragged_rows_have_the_lengths_asked_for_and_groups_share_a_prompt():
         assert len({id(row.example) for row in group}) == 1
     assert rewards.ragged_rows(4, 1000, ng.Row, args) == rows[:4]
 
+def test_bench_takes_all_rows_in_one_optimizer_step_warm_up_apart(capsys):
+    args, seen = settings("--mode", "bench", "--rollout-batch-size", "8", "--repeats", "1"), []
+    rewards.bench(random_policy(), ng.Row, lambda rows: seen.append((len(rows), args.train_batch_size)), args)
+    assert seen == [(8, 8), (8, 8), (16, 16), (16, 16), (32, 32), (32, 32)]
+
 def test_step_flops_are_counted_by_hand():
     policy = random_policy(vocab=100)  # hidden 32, inner 64, 2 layers, 4 heads and 2 for keys, of 8
     row = make_row([1] * 6, [2] * 4)
@@ -3166,3 +3210,13 @@ def test_grpo_learns_with_vllm_as_with_hf(tmp_path):
     # hf reaches 0.92 to 0.95 at step 10
     assert records[0]["eval/accuracy"] <= 0.4 and records[-1]["eval/accuracy"] >= 0.85
     assert all(record["train/engine_gap"] < 1e-4 for record in records[1:])
+
+@needs_vllm
+def test_overlap_with_the_real_engine_learns_one_step_off_policy(tmp_path):
+    run(tmp_path, "--no-std-norm", "--overlap", "--max-steps", "12", "--eval-every", "12", "--run-dir", "run",
+        "--sampler", "vllm")
+    records = metrics_of(tmp_path / "run")
+    assert records[-1]["eval/accuracy"] >= 0.75 and len(records) == 13
+    assert all(record["train/engine_gap"] < 1e-4 for record in records[1:])  # it has the pushed weights
+    off_policy = [record["train/ratio_outside"] > 0 for record in records[1:]]
+    assert off_policy == [False] + [True] * 11  # the first rollout has the weights of step 0
