@@ -11,7 +11,7 @@ GRPO (arXiv 2402.03300), one pass of the loop at the bottom of this file:
 
 All that is trained on is a Row: prompt ids, response ids, an advantage. The modes differ only in where rows
 come from: `sft` takes written solutions (A = 1), `expert_iteration` keeps the right ones of its own rollouts
-(A = 1), `grpo` keeps all of them, with group advantages. `eval` samples and scores only; `plot` draws runs.
+(A = 1), `grpo` keeps all, with group advantages. `eval` samples and scores; `plot` draws; `bench` times.
 
   python nano_grpo.py --mode grpo --no-std-norm      without CUDA: a tiny model on sums; with: Qwen on MATH
   python nano_grpo.py --mode eval --model runs/x/model
@@ -147,7 +147,7 @@ def parse_args(argv=None):
             key = name[2:].replace("-", "_")
             if key in PRESETS["tiny"]:
                 text += f" (default: {PRESETS['tiny'][key]} for tiny, else {PRESETS['other'][key]})"
-            elif default not in (None, False, 0):
+            elif default:
                 text += f" (default: {default})"
             group.add_argument(name, default=default, help=text, **options)
     return parser.parse_args(argv)
@@ -515,7 +515,7 @@ class TiledHead(torch.autograd.Function):
         log_zs, means = hidden.new_empty(2, len(parts), len(hidden))  # of each tile
         for number, part in enumerate(parts):
             logits = (hidden.to(dtype) @ part.to(dtype).T).to(hidden.dtype)
-            here = labels // tile == number
+            here = labels // tile == number  # rows whose label is in this tile
             label_logits[here] = logits[here, labels[here] % tile]
             log_zs[number] = logits.logsumexp(1)
             means[number] = (logits.softmax(1) * logits).sum(1)
@@ -841,7 +841,7 @@ def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held
                 save()
                 save_seconds = time.time() - saved
         if "eval/accuracy" in metrics:
-            rewards.draw_curves([run_dir], rewards.CURVES, run_dir / "curves.png")
+            rewards.renew_curves(run_dir, last)
         report.log(metrics)
         rewards.watch(records, warned)
 

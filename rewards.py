@@ -22,7 +22,6 @@ import os
 import platform
 import random
 import re
-import resource
 import shutil
 import signal
 import statistics
@@ -1373,6 +1372,15 @@ def draw_curves(run_dirs, metrics, path):
         figure.legend(*lines, loc="outside lower center", ncols=2, fontsize="small")
     write_atomic(Path(path), lambda temporary: figure.savefig(temporary, dpi=100, format="png"))
 
+DRAWN = {"at": 0.0, "seconds": 0.0}  # the last figure: when, and how long it took
+
+def renew_curves(run_dir, is_last):
+    """Draws curves.png, but not so often that it takes over 5 % of the time."""
+    started = time.time()
+    if is_last or started - DRAWN["at"] > 20 * DRAWN["seconds"]:
+        draw_curves([run_dir], CURVES, run_dir / "curves.png")
+        DRAWN.update(at=time.time(), seconds=time.time() - started)
+
 MAX_BAD_STEPS = 3  # in a row, before the run stops
 
 def watch(records, warned):
@@ -1452,11 +1460,11 @@ def ragged_rows(count, vocab_size, make_row, args):
 def step_flops(policy, rows):
     """Floating-point operations that a train step cannot do without, with nothing padded or computed twice:
     2 a weight and token forward, twice that backward; causal attention 2 S^2 a unit of width and layer."""
-    inner = policy.base_model
-    body = sum(weight.numel() for weight in inner.parameters() if weight.dim() > 1)
+    config, head = policy.config, policy.get_output_embeddings().weight.numel()
+    body = sum(weight.numel() for weight in policy.base_model.parameters() if weight.dim() > 1)
     body -= policy.get_input_embeddings().weight.numel()  # a look-up
-    head = policy.get_output_embeddings().weight.numel()
-    width = sum(layer.self_attn.o_proj.in_features for layer in inner.layers)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_hidden_layers * config.num_attention_heads * head_dim
     return 3 * sum(2 * body * len(row) + 2 * head * len(row.response_ids) + 2 * width * len(row) ** 2
                    for row in rows)
 
@@ -1471,7 +1479,7 @@ def bench(policy, make_row, step, args):
             started = time.perf_counter()
             action()
             if has_cuda:
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(policy.device)
             seconds.append(time.perf_counter() - started)
         return sorted(seconds[1:])  # the first one warms up
 
@@ -1494,6 +1502,7 @@ def bench(policy, make_row, step, args):
 
 def peak_memory():
     """Bytes that this process took at most so far."""
+    import resource
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -3007,6 +3007,20 @@ def test_worker_dies_with_its_parent():
         time.sleep(0.05)
     pytest.fail("the worker outlived its parent")
 
+def test_curves_are_drawn_again_when_twenty_times_their_time_has_passed_and_at_the_end(monkeypatch):
+    now, drawn = [1000.0], []
+
+    def draw(folders, metrics, path):
+        drawn.append(now[0])
+        now[0] += 2.0
+
+    monkeypatch.setattr(rewards, "draw_curves", draw)
+    monkeypatch.setattr(rewards.time, "time", lambda: now[0])
+    monkeypatch.setattr(rewards, "DRAWN", {"at": 0.0, "seconds": 0.0})
+    for now[0], last in ((1000.0, False), (1041.9, False), (1042.1, False), (1050.0, False), (1060.0, True)):
+        rewards.renew_curves(Path("run"), last)
+    assert drawn == [1000.0, 1042.1, 1060.0]
+
 # --- Bench -------------------------------------------------------------------------------------------------
 def test_bench_prints_a_table_of_three_sizes_and_leaves_nothing(tmp_path):
     out = run(tmp_path, "--mode", "bench", "--rollout-batch-size", "16", "--row-lengths", "8", "16",
