@@ -118,7 +118,7 @@ FLAGS = {
         ("--microbatch-tokens", int, None, "padded tokens of a forward pass: memory, not the result "
          "(default: 16384 with CUDA, else 4096)"),
         ("--gradient-checkpointing", ON, False, "compute layers again in backward: less memory, more time"),
-        ("--compile", ON, False, "torch.compile the update: up to 1.4 times as fast on a CPU, after a minute"),
+        ("--compile", ON, False, "torch.compile the update: up to 1.4 times as fast, after a minute"),
         ("--lr", float, None, "learning rate of AdamW"),
         ("--max-grad-norm", float, 1.0, "clip the norm of the gradient to this")],
     "evaluation": [
@@ -177,8 +177,8 @@ def configure(args, argv, has_cuda):
     preset = PRESETS["tiny" if args.model == "tiny" else "other"]
     defaults = {key: old.get(key, preset[key]) for key in preset}  # a model of a run keeps them
     defaults |= {"loss": "grpo_clip" if args.mode in ("grpo", "bench") else "pg", "tau": 0.1,
-                 "train_batch_size": args.rollout_batch_size,
-                 "max_engine_gap": 0.1 if has_cuda else 1e-3, "microbatch_tokens": 2**14 if has_cuda else 4096,
+                 "train_batch_size": args.rollout_batch_size, "max_engine_gap": 0.1 if has_cuda else 1e-3,
+                 "microbatch_tokens": 16384 if has_cuda else 4096,
                  "std_norm": args.baseline == "mean" and args.loss != "kimi",
                  "loss_aggregation": "constant" if args.no_length_norm or args.loss == "kimi" else "sequence"}
     defaults["cliprange"], defaults["cliprange_high"] = (3e-4, 4e-4) if args.loss == "gspo" else (0.2, None)

@@ -1132,7 +1132,8 @@ def guard(main, args):
     except PushError as error:
         stop_run(error)
     except Stopped:
-        cure = "go on with --resume --run-dir " + SIGNAL["run_dir"] if SIGNAL["run_dir"] else "nothing had begun"
+        folder = SIGNAL["run_dir"]
+        cure = f"go on with --resume --run-dir {folder}" if folder else "nothing had begun"
         print(f"nano_grpo: stopped by a signal; {cure}", file=sys.stderr)
         sys.exit(128 + SIGNAL["caught"])
 
@@ -1343,7 +1344,8 @@ def draw_curves(run_dirs, metrics, path):
         flags = json.loads((folder / "args.json").read_text())["args"]
         flags.pop("seed")
         runs.append((flags, read_log(folder / "metrics.jsonl")))
-    unknown = set(metrics) - set(CURVES) - {key for _, records in runs for record in records for key in record}
+    known = {key for _, records in runs for record in records for key in record}
+    unknown = set(metrics) - set(CURVES) - known
     if unknown:
         stop_run(f"--metrics: no run has {', '.join(sorted(unknown))}: give keys of metrics.jsonl")
     settings = [flags for i, (flags, _) in enumerate(runs) if flags not in [other for other, _ in runs[:i]]]
@@ -1487,7 +1489,8 @@ def bench(policy, make_row, step, args):
     square = torch.randn(size, size, dtype=dtype, device=policy.device)
     print(f"{policy.num_parameters():,} parameters, {policy.device}, {torch.get_num_threads()} threads, "
           f"torch {torch.__version__}, products in {dtype}\n\n"
-          "| rows | tokens | seconds (range) | rows/s | tokens/s | TFLOP/s | of matmul's | peak memory, GB |\n"
+          "| rows | tokens | seconds (range) | rows/s | tokens/s | TFLOP/s | of matmul's | peak memory, GB "
+          "|\n"
           "|---|---|---|---|---|---|---|---|")
     for count in (args.rollout_batch_size * scale for scale in (1, 2, 4)):
         rows = ragged_rows(count, policy.config.vocab_size, make_row, args)

@@ -427,7 +427,8 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         many = made if isinstance(made, (tuple, list)) else [made]
-        self.largest = max([getattr(self, "largest", 0), *(one.numel() for one in many if torch.is_tensor(one))])
+        sizes = [one.numel() for one in many if torch.is_tensor(one)]
+        self.largest = max([getattr(self, "largest", 0), *sizes])
         return made
 
 def test_full_vocabulary_logits_never_exist(monkeypatch):
