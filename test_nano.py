@@ -4,6 +4,7 @@ Golden numbers are to 1e-6 and were computed apart from this code. Invariances g
 on a random float64 model. Whole runs are subprocesses with the built-in tiny model, whose warm start is made
 once and kept in NANO_GRPO_CACHE (default ~/.cache/nano_grpo).
 """
+import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -24,6 +25,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -3127,6 +3129,31 @@ def test_vllm_log_probs_equal_the_policys_before_and_after_a_push(vllm_pair):
     assert vllm_gap(policy, sampler, args, 1.0) < 1e-4
     assert vllm_gap(policy, sampler, args, 0.7) < 1e-4
 
+
+@needs_vllm
+def test_vllm_rolls_out_in_another_thread_with_the_old_weights_while_the_policy_changes(vllm_pair):
+    """What --overlap does: the samples are those of the last push, and an error comes to who waits."""
+    policy, tokenizer, sampler, args = vllm_pair
+    args.temperature = 1.0
+    sampler.push(policy, 7)
+    old, rows = copy.deepcopy(policy), []
+    examples = [ng.Example("q", "a", None, [5, 80, 9, 30 + i]) for i in range(4)]
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(ng.sample, sampler, tokenizer, examples, 2, 0, 7, args)
+        while not ahead.done():
+            change_weights(policy, 2)
+        rows = ahead.result()
+        with pytest.raises(rewards.PushError, match="stale"):
+            pool.submit(ng.sample, sampler, tokenizer, examples, 2, 0, 8, args).result()
+    sampled = ng.pad([row.sampler_log_probs for row in rows])
+    gaps = []
+    for model in (old, policy):
+        with torch.no_grad():
+            log_probs, _, mask = ng.response_log_probs(model, rows, 1.0)
+        gaps.append(((log_probs - sampled).abs() * mask)[:, args.min_tokens:].max().item())
+    assert gaps[0] < 1e-4 and gaps[1] > 1e-2
+    sampler.push(policy, 8)
+    assert vllm_gap(policy, sampler, args, 1.0) < 1e-4
 
 @needs_vllm
 def test_vllm_greedy_tokens_equal_hfs(vllm_pair):
