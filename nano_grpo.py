@@ -176,7 +176,7 @@ def configure(args, argv, has_cuda):
     args.model = args.model or (CUDA_MODEL if has_cuda else "tiny")
     preset = PRESETS["tiny" if args.model == "tiny" else "other"]
     defaults = {key: old.get(key, preset[key]) for key in preset}  # a model of a run keeps them
-    defaults |= {"loss": "grpo_clip" if args.mode in ("grpo", "bench") else "pg", "tau": 0.1,
+    defaults |= {"loss": "grpo_clip" if args.mode in ("grpo", "bench", "eval") else "pg", "tau": 0.1,
                  "train_batch_size": args.rollout_batch_size, "max_engine_gap": 0.1 if has_cuda else 1e-3,
                  "microbatch_tokens": 16384 if has_cuda else 4096,
                  "std_norm": args.baseline == "mean" and args.loss != "kimi",
@@ -204,7 +204,7 @@ from tqdm import tqdm
 # --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
 class Row:
-    """What is trained on. Log-probs: one number a response token; old: before the first step on the batch."""
+    """What is trained on. Log-probs: one number a response token; old: of the policy that the ratio is to."""
     example: Example
     response_ids: list
     text: str = ""
@@ -240,7 +240,8 @@ def load_model(args):
     policy.to(policy_device()).eval()  # no dropout, or old and new log-probs would differ by noise
     eos = policy.generation_config.eos_token_id
     eos_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
-    build, model = VLLMSampler if engine else HFSampler, copy.deepcopy(policy) if args.overlap else policy
+    build = VLLMSampler if engine else HFSampler
+    model = copy.deepcopy(policy) if args.overlap and not engine else policy
     return policy, tokenizer, build(model, tokenizer, eos_ids, args, engine)
 
 # --- Rollout -----------------------------------------------------------------------------------------------
@@ -432,7 +433,7 @@ def roll_out(sampler, tokenizer, questions, reward_fn, step, version, args):
 # --- Advantages --------------------------------------------------------------------------------------------
 def group_advantages(rewards_PG, baseline="mean", std_norm=True, eps=1e-6):
     """(P, G) rewards -> (P, G) advantages. A group whose rewards are all equal gets exactly 0."""
-    if baseline == "none":
+    if baseline == "none" or not len(rewards_PG):
         return rewards_PG.clone()
     best, size = rewards_PG.amax(1, keepdim=True), rewards_PG.shape[1]
     dead = best == rewards_PG.amin(1, keepdim=True)  # decided first: a division would blow up rounding errors
@@ -506,8 +507,8 @@ TILE = {"cpu": 512, "cuda": 8192}  # vocabulary entries at a time; on a CPU what
 
 class TiledHead(torch.autograd.Function):
     """(N, H) hidden states, (V, H) output matrix, (N) labels -> (N) log-probs of the labels, (N) entropies.
-    It goes over the vocabulary in tiles, and again in backward: the (N, V) logits never exist. Products are
-    in `dtype`, all else in float32 or better."""
+    It goes over the vocabulary in tiles, and again in backward: the (N, V) logits never exist. Products, and
+    so the logits, are rounded to `dtype`; the sums are in float32 or better."""
     @staticmethod
     def forward(ctx, hidden, weight, labels, dtype):
         tile = TILE[hidden.device.type]
@@ -550,7 +551,7 @@ def response_log_probs(policy, rows, temperature, is_compiled=False):
     batch = pack([row.example.prompt_ids for row in rows], [row.response_ids for row in rows])
     ids, labels, attention_mask, response_mask = (value.to(policy.device) for value in batch.values())
     head, base = policy.get_output_embeddings(), policy.base_model
-    base = torch.compile(base, dynamic=True) if is_compiled else base  # compiled once: torch keeps it
+    base = torch.compile(base, dynamic=True) if is_compiled else base  # torch keeps it
     with autocast(policy.device):
         hidden = base(ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     hidden, weight = hidden[response_mask].to(head.weight.dtype), head.weight
@@ -669,8 +670,8 @@ def grpo_microbatch_train_step(policy_log_probs, response_mask, gradient_accumul
 
 # --- Update ------------------------------------------------------------------------------------------------
 def microbatches(rows, token_budget):
-    """Splits rows, longest first: rows x longest is within the budget of padded tokens, and no row is under
-    3/4 of the longest, so that time goes with tokens (measured on a CPU: 1.4 to 1.8 times as fast)."""
+    """Splits rows, longest first: rows x longest is within the budget of padded tokens (or one row), and no
+    row is under 3/4 of the longest, so that time goes with tokens (on a CPU 1.4 to 1.8 times as fast)."""
     rows = sorted(rows, key=len, reverse=True)
     while rows:
         near = sum(len(row) >= 0.75 * len(rows[0]) for row in rows)
@@ -792,9 +793,8 @@ def evaluate(sampler, tokenizer, held_out, reward_fn, step, run_dir, args):
 def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held_out, reward_fn, state,
                started, save, records, run_dir, args):
     """The steps. `state` is what a checkpoint says: it changes only where policy and logs are whole."""
-    saved, save_seconds, warned, rows = 0.0, 0.0, set(), []
-    report, ahead = rewards.Report(args), None  # --overlap: the rollout of the next step, in another thread
-    pool = ThreadPoolExecutor(1)
+    saved, save_seconds, warned, report = 0.0, 0.0, set(), rewards.Report(args)
+    pool, ahead = ThreadPoolExecutor(1, "rollout"), None  # --overlap: the next rollout, in another thread
     last = "eval/accuracy" in records[-1] and rewards.is_last(records, state["seconds"], args)
     while state["metrics"] or not last:
         metrics = state["metrics"]
@@ -820,7 +820,7 @@ def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held
                 with stopwatch(metrics, "update"):
                     sampler.sleep()
                     metrics |= update(policy, reference, optimizer, trained, step, args)
-                state.update(step=step, metrics=metrics, questions=taken)
+                state.update(step=step, metrics=metrics, questions=taken, samples=rewards.to_log(rows, args))
             if ahead:  # before the push: a rollout has one policy
                 with stopwatch(metrics, "rollout"):
                     ahead = ahead.result()
@@ -833,9 +833,9 @@ def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held
             with stopwatch(metrics, "eval"):
                 metrics |= evaluate(sampler, tokenizer, held_out, reward_fn, state["step"], run_dir, args)[0]
         with hold_signals():
-            rewards.log_step(run_dir, metrics, rows[:8], args)
+            rewards.log_step(run_dir, metrics, state["samples"], args)
             records.append(metrics)
-            state.update(metrics=None, seconds=time.time() - started)
+            state.update(metrics=None, samples=[], seconds=time.time() - started)
             if last or time.time() - saved > 20 * save_seconds:  # costs at most 5 % of the time
                 saved = time.time()
                 save()
@@ -870,7 +870,7 @@ def main(args):
     print(f"{args.mode}: {args.model}, {policy.num_parameters():,} parameters on {policy.device}, sampler "
           f"{sampler.name}; {args.dataset}, {len(train)} to train on, {len(held_out)} held out; {run_dir}")
     state = rewards.load_checkpoint(policy, reference, optimizer, run_dir) if args.resume else None
-    state = state or {"step": 0, "seconds": 0.0, "metrics": None, "questions": {}}
+    state = state or {"step": 0, "seconds": 0.0, "metrics": None, "samples": [], "questions": {}}
     sampler.push(policy, state["step"])
     check_push(sampler, policy, held_out, args)
 
@@ -886,7 +886,7 @@ def main(args):
         with stopwatch(metrics, "eval"):
             more, rows = evaluate(sampler, tokenizer, held_out, reward_fn, 0, run_dir, args)
         records = [metrics | more]
-        rewards.log_step(run_dir, records[0], rows[:8], args)
+        rewards.log_step(run_dir, records[0], rewards.to_log(rows, args), args)
     started = rewards.STARTED - state["seconds"]
     if args.mode != "eval":
         save = lambda: rewards.save_checkpoint(policy, reference, optimizer, state, run_dir, args.keep)

@@ -1019,7 +1019,7 @@ def language_consistency(text, language="en"):
 
 # --- Flags that do not fit together ------------------------------------------------------------------------
 USED_BY = {"questions": ["expert_iteration", "grpo"], "advantage": ["grpo"], "loss": ["grpo", "bench"],
-           "plot": ["plot"], "bench": ["bench"]}  # other stages: by all
+           "plot": ["plot"], "bench": ["bench"], "overlap": ["grpo"]}  # other stages: by all
 RATIO = ["grpo_clip", "gspo", "cispo"]
 NEEDS = [  # a flag needs another one to be set, or to have one of these values, because
     ("cliprange", "loss", RATIO[:2], "no other loss clips on both sides"),
@@ -1042,7 +1042,8 @@ def refuse(args, given, flags):
     """Stops, with one line, on flags that would run and not mean what they say; `given` has their names,
     `flags` is the table of the command line."""
     for stage, (flag, _, default, _) in ((stage, row) for stage, rows in flags.items() for row in rows):
-        key, modes = flag[2:].replace("-", "_"), USED_BY.get(stage, [args.mode])
+        key = flag[2:].replace("-", "_")
+        modes = USED_BY.get(key, USED_BY.get(stage, [args.mode]))
         value, may_be_zero = getattr(args, key), default == 0 or key == "min_tokens"
         if type(value) in (int, float) and not (value > 0 or value == 0 and may_be_zero):
             stop_run(f"{flag} must be above 0, not {value}")
@@ -1067,6 +1068,9 @@ def refuse(args, given, flags):
          f"{args.rollout_batch_size}: choose a divisor, so that each row counts"),
         ((args.thinking_budget or 0) >= args.max_tokens,
          f"--thinking-budget leaves no token of --max-tokens {args.max_tokens} for the answer: lower it"),
+        (args.mode == "bench" and given & {"train_batch_size", "epochs_per_rollout_batch"},
+         "--mode bench takes one optimizer step on all rows: leave out --train-batch-size and "
+         "--epochs-per-rollout-batch"),
         (args.overlap and args.tis_cap is not None,
          "--tis-cap would do nothing with --overlap, whose ratio is to the sampler already: leave one out"),
         (args.overlong_cache >= args.max_tokens,
@@ -1134,6 +1138,8 @@ def guard(main, args):
     except Stopped:
         folder = SIGNAL["run_dir"]
         cure = f"go on with --resume --run-dir {folder}" if folder else "nothing had begun"
+        if any(thread.name.startswith("rollout") for thread in threading.enumerate()):
+            cure += "; the rollout beside it ends first, or at once after the same signal again"
         print(f"nano_grpo: stopped by a signal; {cure}", file=sys.stderr)
         sys.exit(128 + SIGNAL["caught"])
 
@@ -1316,15 +1322,19 @@ def response_record(row, args):
     return {"prompt": prompt, "response": row.text, "ground_truth": row.example.ground_truth, **row.reward,
             "length": len(row.response_ids), "finish_reason": "length" if row.truncated else "stop"}
 
-def log_step(run_dir, metrics, rows, args):
-    """Appends to metrics.jsonl, rows to samples.jsonl; prints the health line (times in seconds)."""
+def to_log(rows, args):
+    """The first 8 rows of a step as objects of samples.jsonl: a stopped step has them in its checkpoint."""
+    return [response_record(row, args) for row in rows[:8]]
+
+def log_step(run_dir, metrics, samples, args):
+    """Appends to metrics.jsonl and samples.jsonl; prints the health line (times in seconds)."""
     if "train/tokens" in metrics:
         metrics["tokens_per_second"] = metrics["train/tokens"] / step_seconds(metrics)
     with disk(run_dir / "metrics.jsonl"), open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps(metrics) + "\n")
     with disk(run_dir / "samples.jsonl"), open(run_dir / "samples.jsonl", "a") as file:
-        for row in rows:
-            file.write(json.dumps({"step": metrics["step"], **response_record(row, args)}) + "\n")
+        for record in samples:
+            file.write(json.dumps({"step": metrics["step"], **record}) + "\n")
     known = [f"{label} {metrics[key]:{form}}" for key, label, form in HEALTH
              if metrics.get(key) is not None and (metrics[key] or key != "train/grader_errors")]
     print(f"step {metrics['step']:>3}/{args.max_steps}", *known, flush=True)
@@ -1437,13 +1447,16 @@ def random_model(args):
         unknown = [pair for pair in args.shape if pair.split("=")[0] not in changes.keys() & config.to_dict()]
         if unknown:
             raise ValueError(f"{unknown[0]} is no key=value of this config")
-        settings = {key: json.loads(value) for key, value in changes.items()}
-        settings = {"layer_types": None, **settings} if "num_hidden_layers" in settings else settings
-        config = type(config)(**config.to_diff_dict() | settings)
+        numbers = {key: json.loads(value) for key, value in changes.items() if re.fullmatch(r"[\d.]+", value)}
+        settings = config.to_diff_dict() | changes | numbers  # words are words: hidden_act=relu
+        if "num_hidden_layers" in changes:
+            settings["layer_types"] = None
         torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        cause = str(error.__cause__ or error)[:150]
+        policy = transformers.AutoModelForCausalLM.from_config(type(config)(**settings), dtype=torch.float32)
+        policy(torch.zeros(1, 2, dtype=torch.long))  # heads that do not divide the width show here
+        return policy
+    except Exception as error:  # of the hub, of the checks of a config, of torch
+        cause = " ".join(str(error.__cause__ or error).split())[:150]
         stop_run(f"--model {args.model} --shape {' '.join(args.shape)}: {cause}; "
                  "give a model's name or folder, and keys of its config.json such as hidden_size=128")
 
@@ -1495,6 +1508,8 @@ def bench(policy, make_row, step, args):
     for count in (args.rollout_batch_size * scale for scale in (1, 2, 4)):
         rows = ragged_rows(count, policy.config.vocab_size, make_row, args)
         args.train_batch_size = count
+        if has_cuda:
+            torch.cuda.reset_peak_memory_stats(policy.device)
         rate = 2 * size**3 / statistics.median(times(lambda: square @ square))  # in the same minute
         seconds = times(lambda: step(rows))
         middle, tokens, flops = statistics.median(seconds), sum(map(len, rows)), step_flops(policy, rows)

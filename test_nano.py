@@ -1395,7 +1395,7 @@ NEEDED = [  # flags without what they need, and what is added to make them right
     ("--guessable-filter 8 --prompt question_only", "--prompt", "--prompt r1_zero"),
     ("--dynamic-sampling 2 --baseline none", "--baseline", "--baseline loo"),
     ("--overlap --loss pg", "--loss", "--loss gspo"),
-    ("--overlap --mode expert_iteration", "--loss", "--mode grpo")]
+    ("--overlap --loss pg --baseline loo", "--loss", "--loss kimi")]
 
 @pytest.mark.parametrize("argv, other, cure", NEEDED)
 def test_a_flag_without_the_one_it_needs_is_refused_by_name_and_runs_with_it(capsys, argv, other, cure):
@@ -1424,6 +1424,9 @@ def test_each_need_has_a_case():
     ("--thinking-budget 0", "--thinking-budget"), ("--keep 0", "--keep"), ("--loss dapo", "--loss"),
     ("--kl k4", "--kl"), ("--kl-coe 0.1", "--kl-coe"), ("--resume", "--run-dir"),
     ("--overlap --tis-cap 2", "--tis-cap"), ("--overlong-cache 96", "--overlong-cache"),
+    ("--mode bench --train-batch-size 8", "--train-batch-size"), ("--mode sft --overlap", "--overlap does"),
+    ("--mode bench --overlap", "--overlap does"), ("--mode expert_iteration --overlap", "--overlap does"),
+    ("--mode bench --epochs-per-rollout-batch 2", "--epochs"),
     ("--mode bench --row-lengths 9 8", "--row-lengths"), ("--mode bench --row-lengths 3 9", "--row-lengths")])
 def test_other_flags_that_cannot_mean_what_they_say_are_refused(capsys, argv, word):
     assert word in (refused(capsys, argv) or "nothing was refused")
@@ -1458,7 +1461,8 @@ def test_each_flag_of_a_stage_that_a_mode_lacks_is_refused(capsys, mode):
                 count += 1
     assert count > 10
     assert "--kl-coef does" in refused(capsys, "--mode sft --kl-coef 0.1")
-    assert refused(capsys, "--mode eval --kl-coef 0.1") is None  # the flags of the run that is evaluated
+    for flags in ("--kl-coef 0.1", "--overlap", "--cliprange 0.1"):  # of the run that is evaluated
+        assert refused(capsys, f"--mode eval {flags}") is None
 
 def test_defaults_of_each_loss(capsys):
     def of(*argv):
@@ -2323,7 +2327,8 @@ def weights_of(run_dir):
     return (run_dir / "model" / "model.safetensors").read_bytes()
 
 def check_same(folder, unbroken):
-    """Weights and metrics of two runs, bit for bit; nothing half written is left."""
+    """Weights, metrics and samples of two runs, bit for bit; nothing half written is left."""
+    assert (folder / "run" / "samples.jsonl").read_text() == (unbroken / "run" / "samples.jsonl").read_text()
     assert metrics_of(folder / "run", True) == metrics_of(unbroken / "run", True)
     assert weights_of(folder / "run") == weights_of(unbroken / "run")
     assert not list((folder / "run").rglob("tmp-*"))
@@ -3064,7 +3069,9 @@ def test_step_flops_are_counted_by_hand():
     assert rewards.step_flops(tied, [row]) == 3 * forward
 
 @pytest.mark.parametrize("flags", ["--shape hiden=3", "--shape hidden_size", "--model /nope",
-                                   "--shape num_attention_heads=x"])
+                                   "--shape num_attention_heads=x", "--shape hidden_size=-1",
+                                   "--shape num_attention_heads=3", "--shape num_attention_heads=0",
+                                   "--shape num_hidden_layers=1.5", "--shape hidden_size=null"])
 def test_a_shape_that_cannot_be_is_refused_in_one_line(flags, capsys):
     with pytest.raises(SystemExit):
         rewards.random_model(settings("--mode", "bench", *flags.split()))
