@@ -2502,6 +2502,10 @@ def test_an_error_or_a_signal_beside_an_update_loses_no_step(tmp_path):
     mini(tmp_path, *AGAIN)
     assert [record["step"] for record in metrics_of(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
+def test_a_learning_rate_that_ruins_the_weights_ends_in_one_line(tmp_path):
+    mini(tmp_path, *MINI, "--lr", "1e30", code=2)
+    one_line(tmp_path, "differ by nan nats", "lower --lr")
+
 def test_a_stale_sampler_is_found_beside_an_update_too(tmp_path):
     real = ng.HFSampler.push
 
