@@ -397,7 +397,7 @@ def check_push(sampler, policy, examples, args):
     if not gap <= args.max_engine_gap:
         raise PushError(
             f"sampler and policy differ by {gap:.2g} nats a token (--max-engine-gap {args.max_engine_gap}): "
-            "weights not pushed, or in part, stale prefix cache, another dtype, logits scaled; nan: lower --lr")
+            "weights not pushed, or only in part, stale prefix cache, dtype, logits scaled; nan: lower --lr")
     return gap
 
 def score(rows, reward_fn):
