@@ -511,11 +511,11 @@ class TiledHead(torch.autograd.Function):
     so the logits, are rounded to `dtype`; the sums are in float32 or better."""
     @staticmethod
     def forward(ctx, hidden, weight, labels, dtype):
-        tile = TILE[hidden.device.type]
+        tile, half = TILE[hidden.device.type], hidden.to(dtype)
         parts, label_logits = weight.split(tile), torch.empty_like(hidden[:, 0])
         log_zs, means = hidden.new_empty(2, len(parts), len(hidden))  # of each tile
         for number, part in enumerate(parts):
-            logits = (hidden.to(dtype) @ part.to(dtype).T).to(hidden.dtype)
+            logits = (half @ part.to(dtype).T).to(hidden.dtype)
             here = labels // tile == number  # rows whose label is in this tile
             label_logits[here] = logits[here, labels[here] % tile]
             log_zs[number] = logits.logsumexp(1)
@@ -835,7 +835,7 @@ def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held
         with hold_signals():
             rewards.log_step(run_dir, metrics, state["samples"], args)
             records.append(metrics)
-            state.update(metrics=None, samples=[], seconds=time.time() - started)
+            state.update(metrics=None, seconds=time.time() - started)
             if last or time.time() - saved > 20 * save_seconds:  # costs at most 5 % of the time
                 saved = time.time()
                 save()
@@ -870,7 +870,7 @@ def main(args):
     print(f"{args.mode}: {args.model}, {policy.num_parameters():,} parameters on {policy.device}, sampler "
           f"{sampler.name}; {args.dataset}, {len(train)} to train on, {len(held_out)} held out; {run_dir}")
     state = rewards.load_checkpoint(policy, reference, optimizer, run_dir) if args.resume else None
-    state = state or {"step": 0, "seconds": 0.0, "metrics": None, "samples": [], "questions": {}}
+    state = state or {"step": 0, "seconds": 0.0, "metrics": None, "questions": {}}
     sampler.push(policy, state["step"])
     check_push(sampler, policy, held_out, args)
 

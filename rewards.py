@@ -165,12 +165,14 @@ def load_examples(args):
     if args.mode == "eval":
         return train, held_out
     known = {plain(example.question) for example in held_out}
-    common = [example.question for example in train if plain(example.question) in known]
-    rows, train = len(train), [example for example in train if plain(example.question) not in known]
-    leaked, hint = len(common), f" (the first: {common[0][:80]!r})" if common else ""
+    rows, clean, common = len(train), [], []
+    for example in train:
+        (common if plain(example.question) in known else clean).append(example)
+    train, leaked = clean, len(common)
+    hint = f" (the first: {common[0].question[:80]!r})" if common else ""
     if leaked > 4_000 and 11_500 < rows < 12_500:
         hint += (" (12,000/500 splits of MATH contain about 4,500 of the 5,000 official validation problems: "
-                "only the official 7,500/5,000 split is clean)")
+                 "only the official 7,500/5,000 split is clean)")
     for is_bad, message in [
         (leaked > allowed, f"has {leaked} questions of the evaluation data in it: drop them{hint}"),
         (not held_out or not train, "has too few rows to train and to evaluate on"),
@@ -1019,7 +1021,7 @@ def language_consistency(text, language="en"):
 
 # --- Flags that do not fit together ------------------------------------------------------------------------
 USED_BY = {"questions": ["expert_iteration", "grpo"], "advantage": ["grpo"], "loss": ["grpo", "bench"],
-           "plot": ["plot"], "bench": ["bench"], "overlap": ["grpo"]}  # other stages: by all
+           "plot": ["plot"], "bench": ["bench"], "overlap": ["grpo"]}  # a stage or a flag; all others: by all
 RATIO = ["grpo_clip", "gspo", "cispo"]
 NEEDS = [  # a flag needs another one to be set, or to have one of these values, because
     ("cliprange", "loss", RATIO[:2], "no other loss clips on both sides"),

@@ -1155,7 +1155,7 @@ def rolled_out(kinds, *flags):
     """roll_out on questions of these kinds, in this order -> (rows, live, metrics, sampler, questions)."""
     examples = [ng.Example(f"{i} {kind}", "1", None, TOKENIZER.encode(f"{i} {kind}"))
                 for i, kind in enumerate(kinds)]
-    questions, sampler, metrics = rewards.Questions(examples, "uniform", 0), ScriptedSampler(), {}
+    questions, sampler = rewards.Questions(examples, "uniform", 0), ScriptedSampler()
     order = iter(examples)
     questions.take = lambda count: list(itertools.islice(order, count))
     args = settings("--rollout-batch-size", "16", "--group-size", "4", "--train-batch-size", "8", *flags)
@@ -1459,7 +1459,7 @@ def test_each_flag_of_a_stage_that_a_mode_lacks_is_refused(capsys, mode):
                 line = refused(capsys, f"--mode {mode} {form}{value}")
                 assert line and f"{flag} does nothing in --mode {mode}, only in" in line
                 count += 1
-    assert count > 10
+    assert count > (10 if mode == "bench" else 15)
     assert "--kl-coef does" in refused(capsys, "--mode sft --kl-coef 0.1")
     for flags in ("--kl-coef 0.1", "--overlap", "--cliprange 0.1"):  # of the run that is evaluated
         assert refused(capsys, f"--mode eval {flags}") is None
@@ -3147,7 +3147,7 @@ def test_vllm_rolls_out_in_another_thread_with_the_old_weights_while_the_policy_
     policy, tokenizer, sampler, args = vllm_pair
     args.temperature = 1.0
     sampler.push(policy, 7)
-    old, rows = copy.deepcopy(policy), []
+    old = copy.deepcopy(policy)
     examples = [ng.Example("q", "a", None, [5, 80, 9, 30 + i]) for i in range(4)]
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(ng.sample, sampler, tokenizer, examples, 2, 0, 7, args)
