@@ -1,0 +1,198 @@
+"""The tests of model.py and of models that the script meets: `python -m pytest -q test_model.py`.
+
+Ten architectures here; `python test_model.py` tries all that are named in docs/models.md and prints its table.
+"""
+import functools
+import json
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AddedToken, AutoModelForCausalLM
+
+import data
+import model
+import nano_grpo as ng
+import run
+import tiny
+from test_nano import EOS, TOKENIZER, close, make_row, random_policy, settings
+
+SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=1,
+             eos_token_id=2, n_embd=32, n_layer=2, n_head=4, n_positions=256, d_model=32, n_layers=2, n_heads=4,
+             ffn_dim=64, word_embed_proj_dim=32, num_local_experts=4, num_experts=4, num_experts_per_tok=2,
+             moe_intermediate_size=16, sliding_window=16, logits_scaling=8.0, rotary_dim=4, num_layers=2, attention_types=[
+                 [["global", "local"], 1]])
+TEN = "qwen3 gemma2 cohere granite gpt2 opt bloom mamba lfm2 olmo2".split()
+ALL = TEN + """llama qwen2 mistral gemma gemma3_text falcon phi phi3 gpt_neox gptj gpt_neo cohere2 granitemoe olmo
+olmo3 stablelm starcoder2 smollm3 mixtral qwen2_moe qwen3_moe qwen3_next falcon_mamba recurrent_gemma rwkv glm glm4
+exaone4 nemotron codegen mpt biogpt xglm ernie4_5 helium arcee seed_oss hunyuan_v1_dense persimmon gpt_bigcode
+jamba bamba granitemoehybrid falcon_h1 apertus diffllama doge ministral nanochat vaultgemma""".split()
+
+def small_model(name):
+    """A model of that architecture with random weights, large enough to make log-probs that differ."""
+    build = transformers.CONFIG_MAPPING[name]
+    config = build(**{key: value for key, value in SIZES.items() if hasattr(build(), key)})
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(2 if weight.dim() > 1 else 1)
+    return policy
+
+def own_log_probs(policy, row, temperature):
+    """From the model's own forward on one row, without padding."""
+    ids = torch.tensor([row.example.prompt_ids + row.response_ids])
+    logits = policy(ids, use_cache=False).logits[0].float() / temperature
+    start = len(row.example.prompt_ids)
+    return logits.log_softmax(-1)[start - 1:-1].gather(1, ids[0, start:, None])[:, 0]
+
+def gradient_of(policy, log_probs):
+    policy.zero_grad()
+    log_probs.sum().backward()
+    return torch.cat([weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None])
+
+class Letters:
+    """A tokenizer that HFSampler can be built with, where no stop string is looked for."""
+    def __len__(self):
+        return SIZES["vocab_size"]
+
+def gaps(name):
+    """-> (has_fused_head, has_cache, largest error of log-probs, of gradients (relative), of the sampler)."""
+    policy, errors = small_model(name), []
+    rows = [make_row([5 + i, 9, 17 + i][:i + 1], [20, 31 + i, 44, 8][:4 - i]) for i in range(3)]
+    for temperature in (1.0, 0.7):
+        log_probs, _, mask = ng.response_log_probs(policy, rows, temperature)
+        want = torch.cat([own_log_probs(policy, row, temperature) for row in rows])
+        got, truth = gradient_of(policy, log_probs[mask]), gradient_of(policy, want)
+        errors.append(((log_probs[mask] - want).abs().max().item(),
+                       ((got - truth).norm() / truth.norm()).item()))
+    sampler = ng.HFSampler(policy, Letters(), [2], None, 0.7, 2, 64)
+    samples = sampler.generate([row.example.prompt_ids for row in rows], 2, 0, 8)
+    gap = 0.0
+    for row, group in zip(rows, samples):
+        for ids, log_probs, _ in group:
+            want = own_log_probs(policy, make_row(row.example.prompt_ids, ids), 0.7)
+            gap = max(gap, (want - torch.tensor(log_probs)).abs()[2:].max().item() if len(ids) > 2 else 0.0)
+    return policy.has_fused_head, sampler.has_cache, *map(max, zip(*errors)), gap
+
+@pytest.mark.parametrize("name", TEN)
+def test_log_probs_gradients_and_samples_are_those_of_the_models_own_forward(name):
+    has_fused_head, has_cache, log_probs, gradients, gap = gaps(name)
+    assert log_probs < 1e-4 and gradients < 1e-4 and gap < 1e-4
+    assert has_fused_head == (name not in ("gemma2", "cohere", "granite"))  # those cap or scale their logits
+    assert has_cache == (name != "mamba")
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "qwen3"])
+def test_checkpointed_layers_have_the_same_numbers_whatever_drops_out_in_training(name):
+    policy = small_model(name)
+    row = make_row([5, 6], [7, 8, 9])
+    before = gradient_of(policy, ng.response_log_probs(policy, [row], 0.7)[0])
+    for part in policy.modules():
+        for key in ("dropout", "attention_dropout", "activation_dropout"):
+            if isinstance(getattr(part, key, None), float):
+                setattr(part, key, 0.5)
+    model.checkpoint_layers(policy)
+    close(gradient_of(policy, ng.response_log_probs(policy, [row], 0.7)[0]), before, 1e-12)
+
+# --- Weights -----------------------------------------------------------------------------------------------
+def saved_model(folder, change):
+    random_policy(tied=True, dtype=torch.float32).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+    return str(folder)
+
+def load(folder):
+    return ng.load_model(settings("--sampler hf --model", folder))[0]
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_a_known_prefix_of_weights_is_taken_off_and_said(tmp_path, capsys, prefix):
+    folder = saved_model(tmp_path, lambda weights: {prefix + name: weights[name] for name in weights})
+    policy, want = load(folder), random_policy(tied=True, dtype=torch.float32)
+    assert all(torch.equal(one, two) for one, two in zip(policy.parameters(), want.parameters()))
+    assert prefix in capsys.readouterr().out
+
+@pytest.mark.parametrize("change, word", [
+    (lambda weights: {name: weights[name] for name in weights if "layers.1.mlp.down" not in name}, "down_proj"),
+    (lambda weights: {f"wrapped.{name}": weights[name] for name in weights}, "embed_tokens"),
+    (lambda weights: weights | {"model.layers.7.mlp.down_proj.weight": torch.zeros(2)}, "layers.7"),
+    (lambda weights: weights | {"model.norm.weight": torch.zeros(3)}, "")])
+def test_weights_that_do_not_fit_are_refused_and_never_random(tmp_path, capsys, change, word):
+    with pytest.raises(SystemExit):
+        load(saved_model(tmp_path, change))
+    line, = capsys.readouterr().err.splitlines()
+    assert "--model" in line and word in line
+
+@pytest.mark.parametrize("damage", [
+    lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 1\n",
+    lambda content: content[:len(content) // 2], lambda content: b""])
+def test_damaged_weights_are_refused_in_one_line(tmp_path, capsys, damage):
+    folder = saved_model(tmp_path, lambda weights: weights)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(SystemExit):
+        load(folder)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+# --- What is asked, read and counted -----------------------------------------------------------------------
+def test_tags_that_are_special_tokens_stay_in_the_text_and_ends_do_not():
+    tokenizer = tiny.tiny_tokenizer(ng.R1_ZERO_PROMPT)
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("</think>"), AddedToken("<answer>")]})
+    sampler = ng.HFSampler(random_policy(), tokenizer, [EOS], None, 1.0, 0, 8)
+    ids = tokenizer.encode(" 5 </think> <answer> 5 </answer>") + [EOS]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == " 5   5 </answer>"
+    assert ng.visible_text(sampler, ids) == " 5 </think> <answer> 5 </answer>"
+
+def test_a_prompt_never_ends_with_the_end_of_text():
+    tokenizer = tiny.tiny_tokenizer(ng.R1_ZERO_PROMPT)
+    example, encode = ng.Example("What is 1 + 2 ?", "3"), tokenizer.encode
+    tokenizer.encode = lambda text, **how: encode(text, **how) + [EOS]
+    example, = ng.add_prompts([example], tokenizer, settings())
+    assert example.prompt_ids == encode(ng.prompt_text("r1_zero", example.question))
+
+def test_small_floats_are_the_numbers_that_were_written(tmp_path):
+    import datasets
+    features = datasets.Features(question=datasets.Value("string"), answer=datasets.Value("float32"))
+    rows = [{"question": f"q{value}", "answer": value} for value in (2.3, 0.1, 1e7, 5.0)]
+    datasets.Dataset.from_list(rows, features).to_parquet(tmp_path / "data.parquet")
+    golds = [one.ground_truth for one in data.read_examples(str(tmp_path / "data.parquet"), "--dataset")["train"]]
+    assert list(map(float, golds)) == [2.3, 0.1, 1e7, 5.0]
+
+def test_golds_that_nobody_can_match_are_dropped_and_counted(tmp_path, capsys):
+    golds = ["5", "proof", "This statement is true because every even number has a half .", r"\frac{1}{2}"]
+    text = "".join(json.dumps({"question": f"q{i}", "answer": gold}) + "\n" for i, gold in enumerate(golds))
+    (tmp_path / "data.jsonl").write_text(text)
+    read = functools.partial(data.read_examples, str(tmp_path / "data.jsonl"), "--dataset")
+    assert [one.ground_truth for one in read(ng.rewards.ungradable)["train"]] == ["5", r"\frac{1}{2}"]
+    assert "2 of 4 rows dropped" in capsys.readouterr().out
+    assert len(read()["train"]) == 4  # a reward function of one's own may judge proofs
+
+def test_an_evaluation_takes_a_fixed_sample_of_a_given_test_split(tmp_path):
+    rows = [{"question": f"q{i}", "answer": str(i // 50)} for i in range(100)]  # sorted, as copies of MATH are
+    for name, some in (("train", [{"question": "t", "answer": "1"}] * 9), ("test", rows)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    _, held_out = data.load_examples(str(tmp_path), None, 20, "grpo")
+    assert 4 <= sum(one.ground_truth == "1" for one in held_out[:20]) <= 16
+    assert held_out == data.load_examples(str(tmp_path), None, 20, "sft" if 0 else "eval")[1]
+
+def test_nothing_that_stands_in_the_way_of_a_file_is_deleted(tmp_path, capsys):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "mine.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        run.write_atomic(tmp_path / "figures", lambda path: path.write_text("new"))
+    assert (tmp_path / "figures" / "mine.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["figures"] and "figures" in capsys.readouterr().err
+
+if __name__ == "__main__":
+    print("| architecture | output matrix in tiles | cache | log-probs | gradient | sampler |\n|" + "---|" * 6)
+    for NAME in sys.argv[1:] or sorted(ALL):
+        try:
+            FUSED, CACHE, *ERRORS = gaps(NAME)
+            CELLS = ["yes" if FUSED else "own forward", "yes" if CACHE else "read anew",
+                     *(f"{error:.0e}" for error in ERRORS)]
+        except Exception as error:
+            CELLS = [f"{type(error).__name__}: {' '.join(str(error).split())[:80]}", "", "", "", ""]
+        print("|", " | ".join([NAME, *CELLS]), "|", flush=True)
