@@ -1,6 +1,6 @@
 """The tests of model.py and of models that the script meets: `python -m pytest -q test_model.py`.
 
-Ten architectures here; `python test_model.py` tries all that are named in docs/models.md and prints its table.
+Ten architectures here; `python test_model.py` tries all of docs/models.md and prints its table.
 """
 import functools
 import json
@@ -19,22 +19,28 @@ import run
 import tiny
 from test_nano import EOS, TOKENIZER, close, make_row, random_policy, settings
 
-SIZES = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=1,
-             eos_token_id=2, n_embd=32, n_layer=2, n_head=4, n_positions=256, d_model=32, n_layers=2, n_heads=4,
-             ffn_dim=64, word_embed_proj_dim=32, num_local_experts=4, num_experts=4, num_experts_per_tok=2,
-             moe_intermediate_size=16, sliding_window=16, logits_scaling=8.0, rotary_dim=4, num_layers=2, attention_types=[
-                 [["global", "local"], 1]])
-TEN = "qwen3 gemma2 cohere granite gpt2 opt bloom mamba lfm2 olmo2".split()
-ALL = TEN + """llama qwen2 mistral gemma gemma3_text falcon phi phi3 gpt_neox gptj gpt_neo cohere2 granitemoe olmo
-olmo3 stablelm starcoder2 smollm3 mixtral qwen2_moe qwen3_moe qwen3_next falcon_mamba recurrent_gemma rwkv glm glm4
-exaone4 nemotron codegen mpt biogpt xglm ernie4_5 helium arcee seed_oss hunyuan_v1_dense persimmon gpt_bigcode
-jamba bamba granitemoehybrid falcon_h1 apertus diffllama doge ministral nanochat vaultgemma""".split()
+SIZES = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2, n_embd=32, n_layer=2, n_head=4, n_positions=256, d_model=32, n_layers=2, n_heads=4,
+    ffn_dim=64, word_embed_proj_dim=32, num_local_experts=4, num_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=16, sliding_window=16, logits_scaling=8.0, rotary_dim=4, num_layers=2,
+    decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
+    encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=64, n_inner=64, d_ff=64)
+TEN = "qwen3 gemma2 cohere granite gpt2 opt bloom mamba lfm2 rwkv".split()
+ALL = TEN + """olmo2 llama qwen2 mistral gemma gemma3_text falcon phi phi3 gpt_neox gptj cohere2
+granitemoe olmo olmo3 stablelm starcoder2 smollm3 mixtral qwen2_moe qwen3_moe qwen3_next glm glm4 exaone4
+nemotron codegen mpt biogpt xglm bart ernie4_5 helium arcee seed_oss hunyuan_v1_dense persimmon
+gpt_bigcode apertus diffllama doge ministral vaultgemma minimax flex_olmo jais2 olmoe phimoe
+granitemoeshared ernie4_5_moe gpt_oss jetmoe hunyuan_v1_moe xlstm""".split()
 
 def small_model(name):
     """A model of that architecture with random weights, large enough to make log-probs that differ."""
     build = transformers.CONFIG_MAPPING[name]
-    config = build(**{key: value for key, value in SIZES.items() if hasattr(build(), key)})
+    sizes = {key: value for key, value in SIZES.items() if hasattr(build(), key)}
+    if isinstance(getattr(build, "head_dim", None), property):  # it follows from the others
+        del sizes["head_dim"]
+    config = build(**sizes)
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -83,7 +89,7 @@ def test_log_probs_gradients_and_samples_are_those_of_the_models_own_forward(nam
     has_fused_head, has_cache, log_probs, gradients, gap = gaps(name)
     assert log_probs < 1e-4 and gradients < 1e-4 and gap < 1e-4
     assert has_fused_head == (name not in ("gemma2", "cohere", "granite"))  # those cap or scale their logits
-    assert has_cache == (name != "mamba")
+    assert has_cache == (name not in ("mamba", "rwkv"))
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "qwen3"])
 def test_checkpointed_layers_have_the_same_numbers_whatever_drops_out_in_training(name):
@@ -116,7 +122,7 @@ def test_a_known_prefix_of_weights_is_taken_off_and_said(tmp_path, capsys, prefi
     assert prefix in capsys.readouterr().out
 
 @pytest.mark.parametrize("change, word", [
-    (lambda weights: {name: weights[name] for name in weights if "layers.1.mlp.down" not in name}, "down_proj"),
+    (lambda weights: {name: weights[name] for name in weights if "1.mlp.down" not in name}, "down_proj"),
     (lambda weights: {f"wrapped.{name}": weights[name] for name in weights}, "embed_tokens"),
     (lambda weights: weights | {"model.layers.7.mlp.down_proj.weight": torch.zeros(2)}, "layers.7"),
     (lambda weights: weights | {"model.norm.weight": torch.zeros(3)}, "")])
@@ -140,7 +146,8 @@ def test_damaged_weights_are_refused_in_one_line(tmp_path, capsys, damage):
 # --- What is asked, read and counted -----------------------------------------------------------------------
 def test_tags_that_are_special_tokens_stay_in_the_text_and_ends_do_not():
     tokenizer = tiny.tiny_tokenizer(ng.R1_ZERO_PROMPT)
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("</think>"), AddedToken("<answer>")]})
+    tags = [AddedToken("</think>"), AddedToken("<answer>")]
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
     sampler = ng.HFSampler(random_policy(), tokenizer, [EOS], None, 1.0, 0, 8)
     ids = tokenizer.encode(" 5 </think> <answer> 5 </answer>") + [EOS]
     assert tokenizer.decode(ids, skip_special_tokens=True) == " 5   5 </answer>"
@@ -158,8 +165,8 @@ def test_small_floats_are_the_numbers_that_were_written(tmp_path):
     features = datasets.Features(question=datasets.Value("string"), answer=datasets.Value("float32"))
     rows = [{"question": f"q{value}", "answer": value} for value in (2.3, 0.1, 1e7, 5.0)]
     datasets.Dataset.from_list(rows, features).to_parquet(tmp_path / "data.parquet")
-    golds = [one.ground_truth for one in data.read_examples(str(tmp_path / "data.parquet"), "--dataset")["train"]]
-    assert list(map(float, golds)) == [2.3, 0.1, 1e7, 5.0]
+    examples = data.read_examples(str(tmp_path / "data.parquet"), "--dataset")["train"]
+    assert [float(one.ground_truth) for one in examples] == [2.3, 0.1, 1e7, 5.0]
 
 def test_golds_that_nobody_can_match_are_dropped_and_counted(tmp_path, capsys):
     golds = ["5", "proof", "This statement is true because every even number has a half .", r"\frac{1}{2}"]
@@ -171,12 +178,12 @@ def test_golds_that_nobody_can_match_are_dropped_and_counted(tmp_path, capsys):
     assert len(read()["train"]) == 4  # a reward function of one's own may judge proofs
 
 def test_an_evaluation_takes_a_fixed_sample_of_a_given_test_split(tmp_path):
-    rows = [{"question": f"q{i}", "answer": str(i // 50)} for i in range(100)]  # sorted, as copies of MATH are
+    rows = [{"question": f"q{i}", "answer": str(i // 50)} for i in range(100)]  # sorted, as MATH often is
     for name, some in (("train", [{"question": "t", "answer": "1"}] * 9), ("test", rows)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     _, held_out = data.load_examples(str(tmp_path), None, 20, "grpo")
     assert 4 <= sum(one.ground_truth == "1" for one in held_out[:20]) <= 16
-    assert held_out == data.load_examples(str(tmp_path), None, 20, "sft" if 0 else "eval")[1]
+    assert held_out == data.load_examples(str(tmp_path), None, 20, "eval")[1]
 
 def test_nothing_that_stands_in_the_way_of_a_file_is_deleted(tmp_path, capsys):
     (tmp_path / "figures").mkdir()
@@ -187,7 +194,8 @@ def test_nothing_that_stands_in_the_way_of_a_file_is_deleted(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["figures"] and "figures" in capsys.readouterr().err
 
 if __name__ == "__main__":
-    print("| architecture | output matrix in tiles | cache | log-probs | gradient | sampler |\n|" + "---|" * 6)
+    print("| architecture | output matrix in tiles | cache | log-probs | gradient | sampler |")
+    print("|---|---|---|---|---|---|")
     for NAME in sys.argv[1:] or sorted(ALL):
         try:
             FUSED, CACHE, *ERRORS = gaps(NAME)
