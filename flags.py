@@ -158,7 +158,10 @@ def saved_flags(table, given, may_change, taken_over):
     if not path.is_file():
         return stop_run(f"--resume needs --run-dir with a run, and {path} is not there") if resume else {}
     known = {flag.key for flags in table.values() for flag in flags} - {"resume", "run_dir"}
-    old = {key: value for key, value in json.loads(path.read_text())["args"].items() if key in known}
+    try:
+        old = {key: value for key, value in json.loads(path.read_text())["args"].items() if key in known}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # cut short, or of another program
+        return stop_run(f"--resume: {path} holds no flags ({repr(error)[:80]})") if resume else {}
     for key in sorted(old.keys() & given.keys() - may_change) if resume else []:
         if given[key] != old[key]:
             stop_run(f"--resume: {key} was {old[key]} in the saved run: leave the flag out or start anew")

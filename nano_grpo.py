@@ -311,7 +311,7 @@ def load_model(args):
     except Exception as error:  # of the hub, of the disk, of damaged or foreign weights
         cause = " ".join(str(error).split())[:160]
         stop_run(f"--model {path} cannot be loaded ({cause}): give an HF folder, a hub id that this machine "
-                 "can reach, or `tiny`")
+                 "can reach, or `tiny`; beside vLLM some architectures need --sampler hf")
     policy.to(policy_device()).eval()  # no dropout, or old and new log-probs would differ by noise
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
@@ -484,8 +484,9 @@ class VLLMSampler:
         if self.asleep:  # weights first: all at once would not fit beside the trainer's
             torch.cuda.empty_cache()
             self.engine.wake_up(tags=["weights"])
-        # state_dict, not named_parameters: that lacks a tied output matrix
-        self.engine.apply_model(lambda model: model.load_weights(weights.items()))
+        # state_dict, not named_parameters: that lacks a tied output matrix, which some engines keep apart
+        self.engine.apply_model(lambda model: model.load_weights(
+            item for item in weights.items() if item[0] != "lm_head.weight" or hasattr(model, "lm_head")))
         if self.asleep:
             self.engine.wake_up(tags=["kv_cache"])
         if not self.engine.reset_prefix_cache():
@@ -540,8 +541,8 @@ def sample(sampler, examples, n, seed, version, max_tokens, prefixes=None):
     for example, start, prefix, group in zip(examples, begun, prefixes, samples):
         for ids, log_probs, truncated in group:
             text = visible_text(sampler, ids)
-            if stop and stop in text:
-                text = text[:text.index(stop) + len(stop)]  # the last token may reach past the stop string
+            if stop and stop in text:  # the last token may reach past the stop string
+                text = text[:text.index(stop) + len(stop)]
             rows.append(Row(example, start + ids, prefix + text, truncated, log_probs))
     return rows
 
@@ -828,8 +829,7 @@ def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, 
         # --overlap: these rows were asked for a step ago, and those of the next step are now
         rows, batch, metrics, asked = ahead.result() if ahead else rows_of_step(step, step - 1)
         metrics |= {"time/rollout": 0.0, "time/reward": 0.0} if ahead else {}  # they passed beside that step
-        overlaps = args.overlap and step < args.max_steps
-        ahead = pool.submit(rows_of_step, step + 1, step - 1) if overlaps else None
+        ahead = args.overlap and step < args.max_steps and pool.submit(rows_of_step, step + 1, step - 1)
         with Signals.hold():
             with stopwatch(metrics, "update"):
                 sampler.sleep()
