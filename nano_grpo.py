@@ -519,7 +519,7 @@ def check_push(sampler, policy, examples, context, seed, max_gap):
     with torch.no_grad():
         log_probs, _, mask = response_log_probs(policy, rows, sampler.temperature)
     sampled = pad([log_probs for _, log_probs, _ in samples]).to(mask.device)
-    gap = (((log_probs - sampled).abs() * mask)[:, skip:].sum() / mask[:, skip:].sum()).item()
+    gap = (((log_probs - sampled).abs()[:, skip:] * mask[:, skip:]).sum() / mask[:, skip:].sum()).item()
     if not gap <= max_gap:
         raise PushError(f"sampler and policy differ by {gap:.2g} nats a token (--max-engine-gap {max_gap}): "
                         "weights not pushed, stale prefix cache, dtype, logits scaled; nan: lower --lr")

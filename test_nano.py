@@ -642,6 +642,7 @@ def test_gradient_checkpointing_computes_each_layer_again_and_changes_nothing_el
     policy, args, calls, gradients = random_policy(), settings("--max-tokens 6"), [], []
     policy.config.attention_dropout = policy.model.layers[0].self_attn.attention_dropout = 0.5
     policy.model.layers[0].mlp.register_forward_pre_hook(lambda *args: calls.append(args[0].training))
+    policy.has_fused_head = True
     for times in (1, 2):
         optimizer, calls[:] = torch.optim.SGD(policy.parameters(), lr=0.0), []
         policy.zero_grad()
@@ -908,12 +909,14 @@ def test_the_canary_finds_a_sampler_with_other_weights():
     with pytest.raises(ng.PushError, match="nan"):
         canary(make_sampler(policy, settings()), policy, [5, 6])
 
-def test_the_canary_refuses_a_model_that_scales_its_logits():
+def test_a_scale_behind_the_output_matrix_is_seen_and_else_the_canary_finds_it():
     """response_log_probs applies the output matrix itself: Granite and Gemma-2 do more than that."""
     from transformers import GraniteConfig, GraniteForCausalLM
     policy = GraniteForCausalLM(GraniteConfig(
         vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, initializer_range=0.3, logits_scaling=8.0)).eval()
+    assert canary(make_sampler(policy, settings()), policy, [5, 6, 7]) < 1e-5 and not policy.has_fused_head
+    policy.has_fused_head = True  # as if it had not been seen
     with pytest.raises(ng.PushError, match="logits scaled"):
         canary(make_sampler(policy, settings()), policy, [5, 6, 7])
 
