@@ -216,9 +216,9 @@ class Run:
         if self.tracker:
             sent = {key: value for key, value in metrics.items() if value is not None}
             self.track(lambda tracker: tracker.log(sent, step=metrics["step"]))
-        self.watch()
+        self.warn_of_collapse()
 
-    def watch(self):
+    def warn_of_collapse(self):
         """Stops after steps that were not finite. Warns, once a metric, of a collapse: the mean of 20 steps
         is far from that of the first 20 (length, entropy) or of the best 20 (reward)."""
         bad = [record["train/bad_steps"] for record in self.records if "train/bad_steps" in record]

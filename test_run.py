@@ -174,7 +174,7 @@ def watched(tmp_path):
 
     def watch(records):
         one.records = records
-        one.watch()
+        one.warn_of_collapse()
     return watch
 
 @pytest.mark.parametrize("key, early, late, warns", [
