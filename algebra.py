@@ -327,7 +327,8 @@ def same_value(gold, answer, relation):
                     values.append(None)
         if len(values) < 2 or values == [None, None]:
             # x^2/x is x but for a point; a pole of one side at many small points is no single point
-            lone_poles += len(values) == 1 and all(abs(number) <= 3 for number in point.values())
+            is_small = all(abs(number) <= 3 for number in point.values())
+            lone_poles += len(values) == 1 and values != [None] and is_small
             if lone_poles > 5:
                 return False
             continue
