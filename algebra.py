@@ -316,7 +316,7 @@ def same_value(gold, answer, relation):
     names = {node.func.__name__ for node in nodes} | {function for function, _ in calls.values()}
     letters = {node.name for node in nodes if node.is_Symbol} - calls.keys()
     calls |= {"i": algebra()[0].mpc(0, 1)} if "i" in letters else {}
-    letters, decided, lone_poles, scale = sorted(letters - {"i"}), 0, 0, None
+    letters, decided, lone_poles, scale = sorted(letters - {"i"}), 0, set(), None
     for point in points(letters, nodes, names):
         values = []
         for tree in (one, two):
@@ -327,9 +327,9 @@ def same_value(gold, answer, relation):
                     values.append(None)
         if len(values) < 2 or values == [None, None]:
             # x^2/x is x but for a point; a pole of one side at many small points is no single point
-            is_small = all(abs(number) <= 3 for number in point.values())
-            lone_poles += len(values) == 1 and values != [None] and is_small
-            if lone_poles > 5:
+            if len(values) == 1 and values != [None] and all(abs(number) <= 3 for number in point.values()):
+                lone_poles.add(str(point))
+            if len(lone_poles) > 5:
                 return False
             continue
         if None in values:  # one is real where the other is not
