@@ -1138,6 +1138,13 @@ def test_evaluation_is_at_the_training_temperature_with_its_standard_error(monke
     close(first[0]["eval/stderr"], math.sqrt(accuracy * (1 - accuracy) / 16))
     assert first == again and set(calls) == {(0.9, 1, ng.seed_for(3, "eval"), 6)}  # the same at every step
 
+def test_an_evaluation_with_a_thinking_budget_asks_for_a_thought_first_and_then_for_the_answer():
+    sampler, example = ScriptedSampler(), ng.Example("q", "1", None, [5])  # its thoughts have no end
+    args = settings("--thinking-budget 6 --max-tokens 10")
+    _, rows = ng.evaluate(sampler, [example], odd_length, 0, args)
+    assert [call[3] for call in sampler.calls] == [6, 4]
+    assert rows[0].text.count("</think> <answer>") == 1
+
 class Words:
     """A sampler and tokenizer whose tokens are words."""
     eos_ids, pad_token_id, bos_token_id = [], None, None
