@@ -67,17 +67,17 @@ def read_splits(name):
             raise FileNotFoundError("no such file")
         if kind.startswith("json"):
             return {"train": [record for file in files for record in read_json(file)]}
-        return shortest_decimals(datasets.load_dataset(kind, data_files=files))
+        return datasets.load_dataset(kind, data_files=files)
     if (path / "state.json").exists():  # one Dataset, saved by save_to_disk
-        return shortest_decimals({"train": datasets.load_from_disk(name)})
+        return {"train": datasets.load_from_disk(name)}
     if path.is_dir():  # a saved DatasetDict too
-        return shortest_decimals(datasets.load_dataset(str(path.resolve())))
+        return datasets.load_dataset(str(path.resolve()))
     hub_id, _, config = HUB_IDS.get(name, name).partition(":")
     try:
         huggingface_hub.HfApi().dataset_info(hub_id, timeout=10)  # load_dataset would ask 6 times, for 23 s
     except Exception as error:  # where no hub answers, data of an earlier run can still be in the cache
         datasets.config.HF_HUB_OFFLINE = not isinstance(error, huggingface_hub.errors.HfHubHTTPError)
-    return shortest_decimals(datasets.load_dataset(hub_id, config or None))
+    return datasets.load_dataset(hub_id, config or None)
 
 def shortest_decimals(splits):
     """Splits whose 16 and 32 bit numbers are text: 2.3, not the 2.299999952316284 that it is in 64 bits."""
@@ -94,7 +94,7 @@ def read_examples(name, flag, ungradable=None):
     are dropped and counted."""
     logging.disable(logging.CRITICAL)  # pages of retries; what they come to is told below, in one line
     try:
-        splits = tiny.task_records(name) if name in tiny.TASKS else read_splits(name)
+        splits = tiny.task_records(name) if name in tiny.TASKS else shortest_decimals(read_splits(name))
     except Exception as error:  # of many libraries, and each means that these data cannot be had
         cause = " ".join(str(error.__cause__ or error).split())[:200] or "it is empty"
         kinds, names = ", ".join(FILE_KINDS), ", ".join([*HUB_IDS, *tiny.TASKS])

@@ -79,7 +79,7 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
              "divide by the std of the group, GRPO, or of the batch, or by the mean reward, MaxRL 2602.02710 "
              "(default: std with --baseline mean, but for kimi)",
              "--baseline mean: with another baseline the division would undo its point",
-             "--loss {centred}: kimi compares with the mean only"),
+             "--loss {normalised}: kimi compares with the mean only"),
         Flag("--no-std-norm", "on", False, "the same as --advantage-norm none, Dr. GRPO (2503.20783)",
              "--advantage-norm none: it is its short name")],
     ("loss", "grpo"): [
@@ -101,7 +101,7 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
     ("step", ""): [
         Flag("--loss-aggregation", ["sequence", "token", "constant"], None,
              "mean of rows' means, GRPO; of tokens, DAPO; sum / (rows * max_tokens), Dr. GRPO",
-             "--loss {aggregated}: kimi sums without a normaliser"),
+             "--loss {normalised}: kimi sums without a normaliser"),
         Flag("--no-length-norm", "on", False, "the same as --loss-aggregation constant, Dr. GRPO",
              "--loss-aggregation constant: it is its short name"),
         Flag("--train-batch-size", int, None, "rows of one optimizer step (default: --rollout-batch-size)"),
@@ -120,25 +120,27 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
         Flag("--wait", int, 0, "s1 (2501.19393): so many ends of thought are replaced by ` wait`",
              "--thinking-budget: else a thought could go on without end")]}
 
+def all_flags():
+    return [flag for flags in FLAGS.values() for flag in flags]
+
 def complete_table(losses, prompts):
     """FLAGS with what the tables of losses and prompts say: their names, and which losses a flag fits."""
     fits = {"ratio": lambda loss: loss.has_ratio, "clips": lambda loss: loss.clips,
-            "clips_low": lambda loss: "low" in loss.clips, "centred": lambda loss: not loss.teaches_at_0,
-            "aggregated": lambda loss: loss.aggregation != "constant"}
+            "clips_low": lambda loss: "low" in loss.clips, "normalised": lambda loss: loss.is_normalised}
     names = {key: "|".join(name for name, loss in losses.items() if fit(loss)) for key, fit in fits.items()}
     about = "; ".join(f"{name}: {loss.about}" for name, loss in losses.items())
-    for flag in (flag for flags in FLAGS.values() for flag in flags):
+    for flag in all_flags():
         flag.kind = {"losses": list(losses), "prompts": list(prompts)}.get(str(flag.kind), flag.kind)
         flag.about = flag.about.replace("{losses}", about)
         flag.needs = [need.format(**names) for need in flag.needs]
     return FLAGS
 
-def parse(table, description, argv=None):
+def parse(description, argv=None):
     """-> the flags that were typed: {key: value}."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                      argument_default=argparse.SUPPRESS)
     parser.error = lambda message: stop_run(f"{message}; see --help")
-    for (stage, _), flags in table.items():
+    for (stage, _), flags in FLAGS.items():
         group = parser.add_argument_group(stage)
         for flag in flags:
             about = flag.about
@@ -150,35 +152,35 @@ def parse(table, description, argv=None):
                                **({"action": "store_true"} if flag.kind == "on" else how))
     return vars(parser.parse_args(argv))
 
-def saved_flags(table, given, may_change, taken_over):
-    """The flags of the run that is resumed, where only `may_change` may differ; or, for the model of a run,
-    those of `taken_over`."""
+def saved_flags(given):
+    """The flags of the run that is resumed, where only MAY_CHANGE may differ; or, for the model of a run,
+    those that are taken over."""
     resume = given.get("resume")
     path = Path(given.get("run_dir", "?") if resume else given.get("model", "?") + "/..", "args.json")
     if not path.is_file():
         return stop_run(f"--resume needs --run-dir with a run, and {path} is not there") if resume else {}
-    known = {flag.key for flags in table.values() for flag in flags} - {"resume", "run_dir"}
+    known = {flag.key for flag in all_flags()} - {"resume", "run_dir"}
     try:
         old = {key: value for key, value in json.loads(path.read_text())["args"].items() if key in known}
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # cut short, or of another program
         return stop_run(f"--resume: {path} holds no flags ({repr(error)[:80]})") if resume else {}
-    for key in sorted(old.keys() & given.keys() - may_change) if resume else []:
+    for key in sorted(old.keys() & given.keys() - MAY_CHANGE) if resume else []:
         if given[key] != old[key]:
             stop_run(f"--resume: {key} was {old[key]} in the saved run: leave the flag out or start anew")
+    taken_over = PRESETS["tiny"].keys() | (AS_IN_THE_RUN if "dataset" not in given else set())
     return {key: value for key, value in old.items() if resume or key in taken_over}
 
-def configure(table, losses, prompts, given, has_cuda):
+def configure(losses, prompts, given, has_cuda):
     """Flags as typed -> all flags, a Namespace: given > saved > leaderboard > preset > derived."""
-    taken_over = PRESETS["tiny"].keys() | (AS_IN_THE_RUN if "dataset" not in given else set())
-    saved = saved_flags(table, given, MAY_CHANGE, taken_over)
+    saved = saved_flags(given)
     model = given.get("model") or saved.get("model") or (CUDA_MODEL if has_cuda else "tiny")
-    defaults = {flag.key: flag.default for flags in table.values() for flag in flags} | {"model": model}
+    defaults = {flag.key: flag.default for flag in all_flags()} | {"model": model}
     known = ChainMap(given, saved, LEADERBOARD if given.get("leaderboard") else {},
                      PRESETS["tiny" if model == "tiny" else "other"], defaults)
     loss = known["loss"] or ("pg" if known["mode"] in ("sft", "expert_iteration") else "grpo_clip")
     row, cliprange = losses[loss], known["cliprange"] or losses[loss].cliprange
     high = cliprange if known["cliprange"] else row.cliprange_high or cliprange
-    has_std = known["baseline"] == "mean" and not known["no_std_norm"] and not row.teaches_at_0
+    has_std = known["baseline"] == "mean" and not known["no_std_norm"] and row.is_normalised
     derived = dict(
         loss=loss, cliprange=cliprange, cliprange_high=high,
         advantage_norm="std" if has_std else "none", train_batch_size=known["rollout_batch_size"],
@@ -187,7 +189,7 @@ def configure(table, losses, prompts, given, has_cuda):
         reward_fn="sort_positions" if known["dataset"] == "sort" else prompts[known["prompt"]].reward_fn)
     args = argparse.Namespace(**{
         key: known[key] if known[key] is not None else derived.get(key) for key in defaults})
-    refuse_misfits(table, given, args)
+    refuse_misfits(given, args)
     refuse_sizes(args)
     if args.leaderboard:
         print("leaderboard protocol:", ", ".join(f"{key} {getattr(args, key)}" for key in LEADERBOARD))
@@ -215,9 +217,9 @@ def refuse_sizes(args):
         if is_bad:
             stop_run(message)
 
-def refuse_misfits(table, given, args):
+def refuse_misfits(given, args):
     """Stops, with one line, where a number is out of range or a flag that was typed needs another one."""
-    for modes, flag in ((modes, flag) for (_, modes), flags in table.items() for flag in flags):
+    for modes, flag in ((modes, flag) for (_, modes), flags in FLAGS.items() for flag in flags):
         value = getattr(args, flag.key)
         may_be_0 = flag.default == 0 or flag.key == "min_tokens"
         if type(value) in (int, float) and not (value > 0 or value == 0 and may_be_0):

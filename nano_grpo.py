@@ -110,6 +110,7 @@ class Loss(NamedTuple):
     aggregation: str = "sequence"
     has_ratio: bool = True     # to the policy that sampled
     teaches_at_0: bool = False  # rows of advantage 0 have a gradient too
+    is_normalised: bool = True  # by the std of a group and the length of rows; Kimi k1.5: by neither
 
 LOSSES = {  # to add a loss, write its function above and its row here
     "pg": Loss(pg_loss, "-A log pi", has_ratio=False),
@@ -117,7 +118,7 @@ LOSSES = {  # to add a loss, write its function above and its row here
     "grpo_clip": Loss(grpo_clip_loss, "PPO's, 1707.06347", "low high"),
     "gspo": Loss(gspo_loss, "2507.18071", "low high", 3e-4, 4e-4),
     "cispo": Loss(cispo_loss, "2506.13585", "high"),
-    "kimi": Loss(kimi_loss, "2501.12599", aggregation="constant", teaches_at_0=True)}
+    "kimi": Loss(kimi_loss, "2501.12599", aggregation="constant", teaches_at_0=True, is_normalised=False)}
 
 def kl_estimate(log_probs, ref_log_probs, kind):
     """Estimates of KL(policy || reference) from tokens of the policy (Schulman 2020): (B, T) log-probs ->
@@ -163,8 +164,8 @@ def prompt_text(prompt, question):
 
 # --- Command line ------------------------------------------------------------------------------------------
 FLAGS = flags.complete_table(LOSSES, PROMPTS)
-parse_args = functools.partial(flags.parse, FLAGS, __doc__.splitlines()[0])
-configure = functools.partial(flags.configure, FLAGS, LOSSES, PROMPTS)
+parse_args = functools.partial(flags.parse, __doc__.splitlines()[0])
+configure = functools.partial(flags.configure, LOSSES, PROMPTS)
 
 if __name__ == "__main__":
     Signals.catch()
@@ -177,7 +178,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from model import TiledHead, checkpoint_layers, fits_tiled_head, load_policy
+from model import TiledHead, checkpoint_layers, fits_tiled_head, load_policy, log_probs_and_entropy
 
 # --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
@@ -447,13 +448,13 @@ def start_engine(path, args):
     warnings.filterwarnings("ignore", module="vllm")
     import vllm._custom_ops
     vllm._custom_ops._supports_onednn = False  # CPU: no packed weights, so that a push can copy in place
-    try:  # a seeded request whose prompt is split into chunks ends the engine on a CPU
+    try:
         return vllm.LLM(
             model=path, dtype="bfloat16" if has_cuda else "float32", seed=args.seed,
-            enforce_eager=not has_cuda, max_model_len=args.max_model_len,
+            enforce_eager=not has_cuda, max_model_len=args.max_model_len, use_tqdm_on_load=False,
             gpu_memory_utilization=args.gpu_memory_utilization or (0.5 if is_shared else 0.85),
-            enable_sleep_mode=is_shared, use_tqdm_on_load=False, enable_chunked_prefill=has_cuda,
-            generation_config="vllm",  # no sampling defaults out of the folder
+            enable_chunked_prefill=has_cuda,  # on a CPU a seeded request in chunks ends the engine
+            enable_sleep_mode=is_shared, generation_config="vllm",  # no sampling defaults of the folder
             logprobs_mode="processed_logprobs")  # of what was sampled from, with temperature
     except Exception as error:  # of its version, its memory, an architecture that it does not serve
         cause = " ".join(str(error).split())[:200]
@@ -666,8 +667,7 @@ def response_log_probs(policy, rows, temperature, is_compiled=False):
     else:  # the forward pass does more to the logits: soft caps, scales
         with autocast(policy.device):
             logits = policy(**arguments).logits[response_mask]
-        every = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(1)
-        log_probs, entropy = every.gather(1, labels[:, None])[:, 0], -(every.exp() * every).sum(1)
+        log_probs, entropy = log_probs_and_entropy(logits, labels, temperature)
     mask = torch.arange(lengths.max(), device=policy.device) < lengths[:, None]
     empty = torch.zeros(mask.shape, dtype=log_probs.dtype, device=policy.device)
     return empty.masked_scatter(mask, log_probs), empty.masked_scatter(mask, entropy), mask
@@ -713,7 +713,7 @@ def microbatch_loss(policy, microbatch, num_rows, num_tokens, args):
         sums["kl"] = kl_estimate(log_probs, cached["ref_log_probs"], args.kl).detach()
     if args.entropy_coef:
         token_loss = token_loss - args.entropy_coef * entropy
-    constant = 1 if args.loss == "kimi" else args.max_tokens  # Kimi k1.5: no length in the normaliser at all
+    constant = args.max_tokens if LOSSES[args.loss].is_normalised else 1
     loss = aggregate_loss(token_loss, mask, args.loss_aggregation, num_rows, num_tokens, constant)
     sums = {key: (value * mask).sum().item() for key, value in sums.items()}
     return loss, Counter(sums, loss=loss.item(), tokens=mask.sum().item())
@@ -867,7 +867,7 @@ def train(run, args, reward_fn):
         fits = [len(row.response_ids) <= args.max_tokens for row in rows]
         train_set = keep_fitting(train_set, fits, f"solution longer than --max-tokens {args.max_tokens}")
     reference, optimizer = reference_and_optimizer(policy, args)
-    state = run.begin(__file__, policy=policy, reference=reference, optimizer=optimizer)
+    state = run.begin(policy=policy, reference=reference, optimizer=optimizer)
     print(f"{args.mode}: {args.model}, {policy.num_parameters():,} parameters on {policy.device}, sampler "
           f"{sampler.name}; {args.dataset}, {len(train_set)} to train on, {len(held_out)} held out; "
           f"{run.folder}")

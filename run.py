@@ -114,16 +114,19 @@ def write_atomic(path, write):
     """write(temporary path) makes a file or a folder, which then takes the name `path`: whoever looks there
     sees the old file or the new one. A folder that stands there keeps the files that are not written anew."""
     temporary = path.with_name(f".{path.name}.unfinished")
-    with disk(path), contextlib.ExitStack() as stack:
-        stack.callback(lambda: temporary.unlink() if temporary.is_file() else None)
+    with disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        if temporary.is_dir() and path.is_dir():
-            for file in temporary.iterdir():
-                os.replace(file, path / file.name)
-            temporary.rmdir()
-        else:
-            os.replace(temporary, path)
+        try:
+            write(temporary)
+            if temporary.is_dir() and path.is_dir():
+                for file in temporary.iterdir():
+                    os.replace(file, path / file.name)
+                temporary.rmdir()
+            else:
+                os.replace(temporary, path)
+        finally:
+            if temporary.is_file():
+                temporary.unlink()
 
 def write_lines(path, records, **form):
     """A .jsonl file, one object a line; with indent=2 an ordinary .json file."""
@@ -141,7 +144,7 @@ class Run:
     def __init__(self, run_dir, flags):
         """run_dir: its folder; None: a new one in runs/, named after mode, data, seed and second."""
         self.flags, self.checkpoint_parts, self.records = flags, {}, []
-        self.warned, self.tracker, self.saved_step, self.is_new = set(), None, None, True
+        self.warned, self.is_tracked, self.saved_step, self.is_new = set(), False, None, True
         self.drawn_at = self.draw_seconds = self.saved_at = self.save_seconds = 0.0
         data = "".join(filter(str.isalnum, Path(flags["dataset"]).stem))[:40]
         name = f"runs/{flags['mode']}-{data}-seed{flags['seed']}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -158,13 +161,13 @@ class Run:
                 stop_run(f"--run-dir {run_dir} holds files: add --resume if they are a run to go on with, or "
                          "give another folder")
 
-    def begin(self, script, **checkpoint_parts):
+    def begin(self, **checkpoint_parts):
         """Writes flags and copies of the scripts, or goes on from the newest checkpoint: its tensors go into
         checkpoint_parts (policy, optimizer, reference). -> the state: {"step", and what else was saved}."""
         Signals.run_dir, self.state = self.folder, {"step": 0}
         record = {"args": self.flags, "torch": importlib.metadata.version("torch")}
         write_lines(self.folder / "args.json", [record], indent=2)
-        for source in map(Path(script).with_name, SCRIPTS):
+        for source in map(Path(__file__).with_name, SCRIPTS):
             copied = self.folder / source.name
             if copied.exists() and copied.read_bytes() != source.read_bytes():
                 print(f"note: {source.name} has changed since this run began")
@@ -173,11 +176,11 @@ class Run:
             self.load_checkpoint(checkpoint_parts)
         self.checkpoint_parts, self.records = checkpoint_parts, read_lines(self.folder / "metrics.jsonl")
         self.started = STARTED - self.state.pop("seconds", 0.0)
-        if self.flags["report_to"]:
-            settings = dict(project="nano_grpo", name=self.folder.name, config=self.flags, resume="allow")
-            if self.flags["report_to"] == "wandb":  # one run there for the run here, also after a resume
-                settings["id"] = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
-            self.track(lambda tracker: tracker.init(**settings), importlib.import_module)
+        self.is_tracked = bool(self.flags["report_to"])
+        settings = dict(project="nano_grpo", name=self.folder.name, config=self.flags, resume="allow")
+        if self.flags["report_to"] == "wandb":  # one run there for the run here, also after a resume
+            settings["id"] = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
+        self.track("init", **settings)
         return self.state
 
     def __enter__(self):
@@ -186,23 +189,22 @@ class Run:
     def __exit__(self, kind, error, traceback):
         if error and self.checkpoint_parts and not Signals.is_held and not isinstance(error, SystemExit):
             self.save_checkpoint()
-        if self.tracker:
-            self.track(lambda tracker: tracker.finish())
+        self.track("finish")
         with contextlib.suppress(OSError):  # it fails, as it should, if anything stands in the folder
             if self.is_new:
                 self.folder.rmdir()
 
-    def track(self, action, load=lambda name: None):
-        """--report-to: wandb or trackio. What fails there is said once; the run goes on."""
-        try:
-            self.tracker = load(self.flags["report_to"]) or self.tracker
-            action(self.tracker)
-        except Exception as error:
-            print(f"note: --report-to {self.flags['report_to']}: {repr(error)[:100]}; see metrics.jsonl")
-            self.tracker = None
+    def track(self, call, *values, **settings):
+        """--report-to: calls wandb or trackio. What fails there is said once; the run goes on."""
+        if self.is_tracked:
+            try:
+                getattr(importlib.import_module(self.flags["report_to"]), call)(*values, **settings)
+            except Exception as error:
+                print(f"note: --report-to {self.flags['report_to']}: {repr(error)[:100]}; see metrics.jsonl")
+                self.is_tracked = False
 
     def log(self, metrics, samples=()):
-        """Appends to metrics.jsonl and samples.jsonl; prints the health line; warns; draws the curves."""
+        """Appends to metrics.jsonl and samples.jsonl; prints the health line; tells the tracker; warns."""
         if "train/tokens" in metrics:
             metrics["tokens_per_second"] = metrics["train/tokens"] / step_seconds(metrics)
         self.records.append(metrics)
@@ -213,9 +215,8 @@ class Run:
         known = [f"{label} {metrics[key]:{form}}" for key, label, form in HEALTH
                  if metrics.get(key) is not None and (metrics[key] or key != "train/grader_errors")]
         print(f"step {metrics['step']:>3}/{self.flags['max_steps']}", *known, flush=True)
-        if self.tracker:
-            sent = {key: value for key, value in metrics.items() if value is not None}
-            self.track(lambda tracker: tracker.log(sent, step=metrics["step"]))
+        sent = {key: value for key, value in metrics.items() if value is not None}
+        self.track("log", sent, step=metrics["step"])
         self.warn_of_collapse()
 
     def warn_of_collapse(self):
@@ -251,14 +252,13 @@ class Run:
         is_early = time.time() - self.saved_at < 20 * self.save_seconds
         if self.saved_step == self.state["step"] or only_if_due and is_early:
             return
-        started, parts = time.time(), self.checkpoint_parts
-        tensors = {name: part and part.state_dict() for name, part in parts.items()}
-        path = self.folder / "checkpoint" / f"step-{self.state['step']:06}.pt"
+        started, path = time.time(), self.folder / "checkpoint" / f"step-{self.state['step']:06}.pt"
+        tensors = {name: part and part.state_dict() for name, part in self.checkpoint_parts.items()}
         state = self.state | {"seconds": started - self.started}
         with Signals.hold():
             write_atomic(path, lambda temporary: torch.save(state | tensors, temporary))
-            whole = sorted(path.parent.glob("step-*.pt"))
-            for old in [*path.parent.glob(".*.unfinished"), *whole[:-self.flags["keep"]]]:
+            older = sorted(path.parent.glob("step-*.pt"))[:-self.flags["keep"]]
+            for old in [*path.parent.glob(".*.unfinished"), *older]:
                 old.unlink()
         self.saved_step, self.saved_at, self.save_seconds = state["step"], time.time(), time.time() - started
 

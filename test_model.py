@@ -17,7 +17,7 @@ import model
 import nano_grpo as ng
 import run
 import tiny
-from test_nano import EOS, TOKENIZER, close, make_row, random_policy, settings
+from test_nano import EOS, TOKENIZER, close, flat, make_row, plain_log_probs, random_policy, settings
 
 SIZES = dict(
     vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
@@ -48,17 +48,10 @@ def small_model(name):
             weight.mul_(2 if weight.dim() > 1 else 1)
     return policy
 
-def own_log_probs(policy, row, temperature):
-    """From the model's own forward on one row, without padding."""
-    ids = torch.tensor([row.example.prompt_ids + row.response_ids])
-    logits = policy(ids, use_cache=False).logits[0].float() / temperature
-    start = len(row.example.prompt_ids)
-    return logits.log_softmax(-1)[start - 1:-1].gather(1, ids[0, start:, None])[:, 0]
-
 def gradient_of(policy, log_probs):
     policy.zero_grad()
     log_probs.sum().backward()
-    return torch.cat([weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None])
+    return flat(weight.grad for weight in policy.parameters() if weight.grad is not None)
 
 class Letters:
     """A tokenizer that HFSampler can be built with, where no stop string is looked for."""
@@ -71,7 +64,7 @@ def gaps(name):
     rows = [make_row([5 + i, 9, 17 + i][:i + 1], [20, 31 + i, 44, 8][:4 - i]) for i in range(3)]
     for temperature in (1.0, 0.7):
         log_probs, _, mask = ng.response_log_probs(policy, rows, temperature)
-        want = torch.cat([own_log_probs(policy, row, temperature) for row in rows])
+        want = torch.cat([plain_log_probs(policy, row, temperature) for row in rows])
         got, truth = gradient_of(policy, log_probs[mask]), gradient_of(policy, want)
         errors.append(((log_probs[mask] - want).abs().max().item(),
                        ((got - truth).norm() / truth.norm()).item()))
@@ -80,7 +73,7 @@ def gaps(name):
     gap = 0.0
     for row, group in zip(rows, samples):
         for ids, log_probs, _ in group:
-            want = own_log_probs(policy, make_row(row.example.prompt_ids, ids), 0.7)
+            want = plain_log_probs(policy, make_row(row.example.prompt_ids, ids), 0.7)
             gap = max(gap, (want - torch.tensor(log_probs)).abs()[2:].max().item() if len(ids) > 2 else 0.0)
     return policy.has_fused_head, sampler.has_cache, *map(max, zip(*errors)), gap
 

@@ -110,7 +110,7 @@ def gradient(policy, rows, args):
 def plain_logits(policy, row, temperature):
     """(tokens, V) logits of a response, of one row, without padding, tiles or masks."""
     ids = torch.tensor([row.example.prompt_ids + row.response_ids])
-    return policy(ids).logits[0, len(row.example.prompt_ids) - 1:-1] / temperature
+    return policy(ids, use_cache=False).logits[0, len(row.example.prompt_ids) - 1:-1] / temperature
 
 def plain_log_probs(policy, row, temperature=1.0):
     log_probs = plain_logits(policy, row, temperature).log_softmax(-1)

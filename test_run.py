@@ -33,26 +33,19 @@ import rewards
 import run
 import tiny
 from run import Run, Signals, read_lines, write_lines
+from test_nano import EOS, TOKENIZER, settings
 
 SCRIPT = Path(ng.__file__).resolve()
-TOKENIZER = tiny.tiny_tokenizer(ng.R1_ZERO_PROMPT)
-EOS = TOKENIZER.eos_token_id
 GOOD = " 1 + 2 = 3 </think> <answer> 3 </answer>"
 
 # --- Helpers -----------------------------------------------------------------------------------------------
-def settings(*argv):
-    """All flags, as a command line would give them."""
-    args = ng.configure(ng.parse_args(list(argv)), False)
-    args.context = 1024  # of the model, in tokens
-    return args
-
 def new_run(folder, *argv):
     """A Run in that folder, before it begins."""
     return Run(str(folder), vars(settings(*argv)))
 
 def begun_run(folder, *argv, **parts):
     one = new_run(folder, *argv)
-    one.begin(SCRIPT, **parts)
+    one.begin(**parts)
     return one
 
 def random_policy(**more):

@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import nano_grpo as ng
 import torch
+from model import log_probs_and_entropy
 
 def encode(prompt_strs, output_strs, tokenizer):
     """-> token ids of the prompts, and of the outputs, apart; no end of text is added to an output."""
@@ -21,11 +22,6 @@ def tokenize_prompt_and_output(prompt_strs, output_strs, tokenizer):
     """-> input_ids, labels and response_mask, (B, S) each; the mask is that of the labels."""
     batch = ng.pack(*encode(prompt_strs, output_strs, tokenizer), tokenizer.pad_token_id or 0)
     return {key: batch[key] for key in ("input_ids", "labels", "response_mask")}
-
-def log_probs_and_entropy(logits, labels):
-    """(..., V) logits, (...) labels -> log-probs of labels, entropy. In float32: bfloat16 is off by 0.08."""
-    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    return log_probs.gather(-1, labels[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
 
 def get_response_log_probs(model, input_ids, labels, return_token_entropy=False):
     """The plain form of ng.response_log_probs: all logits at once, unmasked -> dict of (B, S)."""
