@@ -3,6 +3,7 @@ import argparse
 import json
 import sys
 from collections import ChainMap
+from importlib.util import find_spec
 from pathlib import Path
 
 from run import stop_run
@@ -110,7 +111,10 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
              "padded tokens of a forward pass: memory, not the result (default: 16384 with CUDA, else 4096)"),
         Flag("--gradient-checkpointing", "on", False, "compute layers twice: less memory, slower"),
         Flag("--compile", "on", False, "torch.compile the update: up to 1.4 times as fast, after a minute"),
-        Flag("--lr", float, None, "learning rate of AdamW"),
+        Flag("--lora-rank", int, None, "train adapters of this rank only, LoRA 2106.09685: less memory"),
+        Flag("--lr", float, None, "learning rate of AdamW; with --lora-rank ten times the default"),
+        Flag("--warmup-steps", int, 0, "steps over which the learning rate rises"),
+        Flag("--lr-decay", "on", False, "let it fall linearly until --max-steps (default: constant)"),
         Flag("--max-grad-norm", float, 1.0, "clip the norm of the gradient to this")],
     ("evaluation", ""): [
         Flag("--eval-every", int, None, "steps between evaluations"),
@@ -213,6 +217,9 @@ def refuse_sizes(args):
          f"--thinking-budget and --overlong-cache have to be under --max-tokens {budget}: lower them"),
         (args.overlap and args.tis_cap is not None,
          "--tis-cap would do nothing with --overlap, whose ratio is to the sampler already: leave one out"),
+        (args.lora_rank and args.kl_ref_every, "--kl-ref-every needs a copy of the policy, and with --lora-rank "
+         "the model without adapters takes its place: leave one out"),
+        (args.lora_rank and not find_spec("peft"), "--lora-rank: pip install peft"),
         (args.min_tokens > budget, f"--min-tokens is over --max-tokens {budget}: lower it")]:
         if is_bad:
             stop_run(message)

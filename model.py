@@ -1,8 +1,10 @@
 """What the script needs of a model's inside: all its weights are loaded, its output matrix is taken in tiles,
 its layers can be computed again in backward."""
+import contextlib
 import functools
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 
 def load_policy(path, auto_class):
@@ -29,53 +31,141 @@ def checkpoint_layers(policy):
             layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward,
                                               use_reentrant=False, preserve_rng_state=False)
 
+# --- LoRA (arXiv 2106.09685): W + 32 / rank B A, where only A and B are trained ----------------------------
+def add_adapters(policy, rank, seed):
+    """Puts adapters, which change nothing yet, on all matrices but the output, and freezes the rest."""
+    import peft
+    torch.manual_seed(seed)
+    # with alpha / rank in front, one learning rate suits all ranks
+    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear"), policy)
+
+@contextlib.contextmanager
+def without_adapters(policy):
+    """Within the block a policy with adapters is the model as it was loaded; another one stays as it is."""
+    layers = [layer for layer in policy.modules() if hasattr(layer, "get_delta_weight")]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+@torch.no_grad()
+def merged_weights(policy):
+    """(name, weight) of all weights under the names of the model as loaded, with adapters added in, one after
+    the other. Those of state_dict: named_parameters lacks a tied output matrix, which some engines keep."""
+    for name, weight in policy.state_dict().items():
+        owner, _, kind = name.rpartition(".base_layer.")
+        if kind == "weight" and owner:
+            weight = weight + policy.get_submodule(owner).get_delta_weight("default")
+        if ".lora_" not in name:
+            yield f"{owner}.{kind}" if owner else name, weight
+
+def new_cache(config):
+    """For the keys and values of what a model has read. Keys are kept in the dtype of the values: under
+    autocast rotary positions make them float32, which would take twice the memory and change no product."""
+    from transformers import DynamicCache
+    cache = DynamicCache(config=config)
+    update = cache.update
+    cache.update = lambda keys, values, *rest, **more: update(keys.to(values.dtype), values, *rest, **more)
+    return cache
+
+@torch.no_grad()
+def can_cut_cache(policy, next_logits):
+    """Tries what a sampler asks of a cache, and that padding on the left changes no logits.
+    next_logits(ids, attention mask, cache) -> (B, V)."""
+    try:
+        ids, cache = torch.tensor([[0, 1]], device=policy.device), new_cache(policy.config)
+        with autocast(policy.device):
+            plain = next_logits(ids, torch.ones_like(ids), cache)
+            padded = next_logits(F.pad(ids, (1, 0)), F.pad(ids * 0 + 1, (1, 0)), new_cache(policy.config))
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0], device=ids.device))
+        noise = (1e-4 if ids.device.type == "cpu" else 0.05) * plain.abs().max()
+        return cache.get_seq_length() == 2 and bool((plain - padded).abs().max() <= noise)
+    except Exception:  # of any architecture: the slow path works for each that has logits
+        return False
+
 def log_probs_and_entropy(logits, labels, temperature=1.0):
     """(..., V) logits, (...) labels -> log-probs of labels, entropy. In float32: bfloat16 is off by 0.08."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_probs = logits.log_softmax(-1)
     return log_probs.gather(-1, labels[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
 
+def autocast(device):
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+def token_log_probs(policy, ids, labels, response_mask, temperature, is_compiled=False):
+    """(B, S) ids, the (B, S) labels that they predict, where those are of responses -> their log-probs and
+    entropies, (N) each. No attention mask: padding is on the right, where a causal model does not look."""
+    if not hasattr(policy, "has_fused_head"):
+        policy.has_fused_head = fits_tiled_head(policy)
+    labels = labels[response_mask]
+    if not policy.has_fused_head:  # the forward pass does more to the logits: soft caps, scales
+        with autocast(policy.device):
+            logits = policy(ids, use_cache=False).logits[response_mask]
+        return log_probs_and_entropy(logits, labels, temperature)
+    head, base = policy.get_output_embeddings(), policy.base_model
+    base = torch.compile(base, dynamic=True) if is_compiled else base  # torch keeps it
+    with autocast(policy.device):
+        hidden = base(ids, use_cache=False).last_hidden_state
+    hidden, weight = hidden[response_mask].to(head.weight.dtype), head.weight
+    if getattr(head, "bias", None) is not None:
+        hidden, weight = F.pad(hidden, (0, 1), value=1.0), torch.cat([weight, head.bias[:, None]], 1)
+    dtype = torch.bfloat16 if policy.device.type == "cuda" else weight.dtype
+    return TiledHead.apply(hidden / temperature, weight, labels, dtype)
+
 TILE = {"cpu": 512, "cuda": 8192}  # vocabulary entries at a time; on a CPU what stays in its cache
+
+def product(a, b, dtype):
+    """a @ b as a tensor of `dtype`; a product of halves on CUDA is not rounded to half before."""
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
+
+def tiles(weight, labels, size):
+    """The output matrix and the labels in it, tile by tile -> (tile, first row, (N, 1) index of the label in
+    the tile, (N, 1) whether it is there). Without indexing by a mask, for which a GPU would have to wait."""
+    for start in range(0, len(weight), size):
+        tile, index = weight[start:start + size], labels[:, None] - start
+        yield tile, start, index.clamp(0, len(tile) - 1), (index >= 0) & (index < len(tile))
 
 class TiledHead(torch.autograd.Function):
     """(N, H) hidden states, (V, H) output matrix, (N) labels -> (N) log-probs of the labels, (N) entropies.
-    It goes over the vocabulary in tiles, and again in backward: the (N, V) logits never exist. Products, and
-    so the logits, are rounded to `dtype`; the sums are in float32 or better."""
+    It goes over the vocabulary in tiles, and again in backward: the (N, V) logits never exist. Factors are
+    rounded to `dtype`; products and sums are in float32 or better (on a CPU in `dtype`)."""
     @staticmethod
     def forward(ctx, hidden, weight, labels, dtype):
-        tile, half = TILE[hidden.device.type], hidden.to(dtype)
-        parts, label_logits = weight.split(tile), torch.empty_like(hidden[:, 0])
-        log_zs, means = hidden.new_empty(2, len(parts), len(hidden))  # of each tile
-        for number, part in enumerate(parts):
-            logits = (half @ part.to(dtype).T).to(hidden.dtype)
-            here = labels // tile == number  # rows whose label is in this tile
-            label_logits[here] = logits[here, labels[here] % tile]
+        size, half, label_logits = TILE[hidden.device.type], hidden.to(dtype), torch.zeros_like(hidden[:, :1])
+        log_zs, means = hidden.new_empty(2, -(-len(weight) // size), len(hidden))  # of each tile
+        for number, (tile, _, index, is_here) in enumerate(tiles(weight, labels, size)):
+            logits = product(half, tile.to(dtype).T, hidden.dtype)
+            label_logits = torch.where(is_here, logits.gather(1, index), label_logits)
             log_zs[number] = logits.logsumexp(1)
             means[number] = (logits.softmax(1) * logits).sum(1)
         log_z = log_zs.logsumexp(0)
         entropy = log_z - (log_zs.softmax(0) * means).sum(0)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
-        ctx.dtype, ctx.tile = dtype, tile
-        return label_logits - log_z, entropy
+        ctx.dtype, ctx.size = dtype, size
+        ctx.set_materialize_grads(False)  # an entropy that is only logged has no gradient at all
+        return label_logits[:, 0] - log_z, entropy
 
     @staticmethod
     def backward(ctx, d_log_probs, d_entropy):
         hidden, weight, labels, log_z, entropy = ctx.saved_tensors
-        d_hidden, d_weight, half = torch.zeros_like(hidden), torch.empty_like(weight), hidden.to(ctx.dtype)
-        has_entropy = d_entropy.any()
-        for number, part in enumerate(weight.split(ctx.tile)):
-            half_part = part.to(ctx.dtype)
-            log_p = (half @ half_part.T).to(hidden.dtype).sub_(log_z[:, None])
-            here = labels // ctx.tile == number
+        factor = torch.zeros_like(hidden[:, :1]) if d_log_probs is None else d_log_probs[:, None]
+        d_hidden, half = torch.zeros_like(hidden), hidden.to(ctx.dtype)
+        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for tile, start, index, is_here in tiles(weight, labels, ctx.size):
+            half_tile = tile.to(ctx.dtype)
+            log_p = product(half, half_tile.T, hidden.dtype).sub_(log_z[:, None])
             # d log pi(label) / d logits = [label] - p;  d entropy / d logits = -p (log p + entropy)
-            factor = d_log_probs[:, None]
-            if has_entropy:
-                factor = factor + d_entropy[:, None] * (log_p + entropy[:, None])
-            d_logits = log_p.exp_().mul_(-factor)
-            d_logits[here, labels[here] % ctx.tile] += d_log_probs[here]
-            d_logits = d_logits.to(ctx.dtype)
-            d_hidden += d_logits @ half_part
-            d_weight[number * ctx.tile:][:len(part)] = d_logits.T @ half
+            slope = factor
+            if d_entropy is not None:
+                slope = factor + d_entropy[:, None] * (log_p + entropy[:, None])
+            d_logits = log_p.exp_().mul_(-slope).scatter_add_(1, index, factor * is_here).to(ctx.dtype)
+            d_hidden += d_logits @ half_tile
+            if d_weight is not None:
+                d_weight[start:][:len(tile)] = d_logits.T @ half
         return d_hidden, d_weight, None, None
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ import math
 import os
 import random
 import sys
+import time
 import warnings
 import zlib
 from collections import Counter
@@ -171,14 +172,18 @@ if __name__ == "__main__":
     Signals.catch()
     GIVEN = parse_args()  # before the slow imports, so that --help and an unknown flag answer at once
 
-os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))  # or vLLM sets the trainer's threads to 1
+usable_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores))  # or vLLM sets the trainer's threads to 1
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# or Adam's states, made after the first pass, would lie in its memory, which then cannot be given back
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from model import TiledHead, checkpoint_layers, fits_tiled_head, load_policy, log_probs_and_entropy
+from model import (add_adapters, autocast, can_cut_cache, checkpoint_layers, load_policy, merged_weights,
+                   new_cache, token_log_probs, without_adapters)
 
 # --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
@@ -294,6 +299,9 @@ def chunks(items, size):
 class PushError(RuntimeError):
     """The sampler does not have the weights it should have."""
 
+class OutOfMemory(RuntimeError):
+    """A single row does not fit into the memory of the policy's device."""
+
 def policy_device():
     return "cuda:1" if torch.cuda.device_count() > 1 else "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -316,6 +324,8 @@ def load_model(args):
     policy.to(policy_device()).eval()  # no dropout, or old and new log-probs would differ by noise
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
+    if args.lora_rank:
+        add_adapters(policy, args.lora_rank, args.seed)
     eos = policy.generation_config.eos_token_id
     eos_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
     eos_ids = [token for token in eos_ids if token < policy.config.get_text_config().vocab_size]
@@ -339,19 +349,20 @@ def wants_vllm(choice, has_cuda):
 
 class HFSampler:
     """Samples with the policy itself: a push only moves the stamp of the version. With a key-value cache."""
-    name, version, has_cache = "hf", None, True
+    name, version, has_own_weights, has_cache = "hf", None, False, True
 
     def __init__(self, policy, tokenizer, eos_ids, stop, temperature, min_tokens, batch_size):
         self.policy, self.tokenizer, self.eos_ids, self.stop = policy, tokenizer, eos_ids, stop
         self.temperature, self.min_tokens, self.batch_size = temperature, min_tokens, batch_size
         self.accepted = set(inspect.signature(policy.forward).parameters)
-        self.has_cache = self.can_cut_cache()
+        self.has_cache = can_cut_cache(policy, self.next_logits)
         pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))]) if stop else []
         # only a token with the last character of the stop string can complete it; no other needs decoding
         self.closers = {i for i, piece in enumerate(pieces) if stop[-1] in piece}
 
     def push(self, policy, version):
-        if self.policy is not policy:  # --overlap: it has a copy
+        self.has_own_weights = self.policy is not policy  # --overlap: it has a copy
+        if self.has_own_weights:
             self.policy.load_state_dict(policy.state_dict())
         self.version = version
 
@@ -362,8 +373,9 @@ class HFSampler:
         """Prompts (token ids) -> for each a list of n [response ids, log-probs, truncated]."""
         generator = torch.Generator(self.policy.device).manual_seed(seed)
         size, samples = max(1, self.batch_size // n) if self.has_cache else 1, []  # 1: some know no padding
-        for chunk in tqdm(chunks(prompts, size), desc="rollout", disable=None, leave=False):
-            samples += self.generate_chunk(chunk, n, generator, max_tokens)
+        with autocast(self.policy.device):  # out here, or the weights would be cast again for each token
+            for chunk in tqdm(chunks(prompts, size), desc="rollout", disable=None, leave=False):
+                samples += self.generate_chunk(chunk, n, generator, max_tokens)
         return chunks(samples, n)
 
     @torch.no_grad()
@@ -371,7 +383,8 @@ class HFSampler:
         device = self.policy.device
         ids = pad(prompts, side="left").to(device)  # (P, longest prompt)
         mask = pad([[1] * len(prompt) for prompt in prompts], side="left").to(device)
-        cache, alive = self.new_cache(), list(range(len(prompts) * n))
+        cache = new_cache(self.policy.config) if self.has_cache else None  # None: each token reads all anew
+        alive = list(range(len(prompts) * n))
         samples = [[[], [], True] for _ in alive]
         for length in range(1, max_tokens + 1):
             logits = self.next_logits(ids, mask, cache)
@@ -401,32 +414,12 @@ class HFSampler:
             mask = F.pad(mask, (0, 1), value=1)
         return samples
 
-    def new_cache(self):
-        """For keys and values of what was read. None: each token reads all before it again."""
-        from transformers import DynamicCache
-        return DynamicCache(config=self.policy.config) if self.has_cache else None
-
     def next_logits(self, ids, mask, cache):
         """-> (B, V) float32 logits of the next token. ids: those that the cache has not read yet."""
         arguments = dict(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=self.has_cache,
                          position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:], logits_to_keep=1)
-        with autocast(self.policy.device):
-            logits = self.policy(**{key: arguments[key] for key in arguments if key in self.accepted}).logits
+        logits = self.policy(**{key: arguments[key] for key in arguments if key in self.accepted}).logits
         return logits[:, -1].float()
-
-    @torch.no_grad()
-    def can_cut_cache(self):
-        """Tries what generate_chunk asks of a cache, and that padding on the left changes nothing."""
-        try:
-            ids, cache = torch.tensor([[0, 1]], device=self.policy.device), self.new_cache()
-            plain = self.next_logits(ids, torch.ones_like(ids), cache)
-            padded = self.next_logits(F.pad(ids, (1, 0)), F.pad(ids * 0 + 1, (1, 0)), self.new_cache())
-            cache.batch_repeat_interleave(2)
-            cache.batch_select_indices(torch.tensor([0], device=ids.device))
-            noise = (1e-4 if ids.device.type == "cpu" else 0.05) * plain.abs().max()
-            return cache.get_seq_length() == 2 and bool((plain - padded).abs().max() <= noise)
-        except Exception:  # of any architecture: the slow path works for each that has logits
-            return False
 
     def is_finished(self, tokens):
         if tokens[-1] in self.eos_ids:
@@ -463,13 +456,24 @@ def start_engine(path, args):
 
 class VLLMSampler:
     """Samples with a vLLM engine. `version` is the step whose weights it holds."""
-    name, version = "vllm", None
+    name, version, has_own_weights = "vllm", None, True
 
     def __init__(self, engine, policy, tokenizer, eos_ids, stop, temperature, min_tokens):
         self.engine, self.tokenizer, self.eos_ids, self.stop = engine, tokenizer, eos_ids, stop
         self.temperature, self.min_tokens = temperature, min_tokens
-        self.names = set(policy.state_dict())  # of the model as loaded, before anything wraps it
+        self.names = {name for name, _ in merged_weights(policy)}  # as loaded, before anything wraps it
+        # those that the engine neither fuses nor transposes: after a push they have to be equal bit for bit
+        self.unfused = {name for name, is_equal in self.compare(policy).items() if is_equal}
         self.shares_gpu, self.asleep = torch.cuda.device_count() == 1, False
+
+    def compare(self, policy):
+        """-> {name: does the engine hold this weight of the policy, cast to its dtype?} of common names."""
+        def is_held(held, weight):
+            held = held[:len(weight)]  # the vocabulary may be padded
+            return held.shape == weight.shape and torch.equal(held, weight.to(held))
+        return self.engine.apply_model(lambda model: {
+            name: is_held(model.get_parameter(name), weight) for name, weight in merged_weights(policy)
+            if name in dict(model.named_parameters())})[0]
 
     def sleep(self):
         """On a shared GPU: gives up weights and cache until the next push, for the policy to train."""
@@ -479,15 +483,18 @@ class VLLMSampler:
 
     def push(self, policy, version):
         """Copies all weights, device to device, cast to the engine's dtype, and drops the cached prompts."""
-        weights, self.version = policy.state_dict(), None
-        if set(weights) != self.names:  # a part of the weights would be loaded without a word
-            raise PushError(f"push: wrong weight names, such as {sorted(set(weights) ^ self.names)[:3]}")
+        names, self.version = {name for name, _ in merged_weights(policy)}, None
+        if names != self.names:  # a part of the weights would be loaded without a word
+            raise PushError(f"push: wrong weight names, such as {sorted(names ^ self.names)[:3]}")
         if self.asleep:  # weights first: all at once would not fit beside the trainer's
             torch.cuda.empty_cache()
             self.engine.wake_up(tags=["weights"])
-        # state_dict, not named_parameters: that lacks a tied output matrix, which some engines keep apart
         self.engine.apply_model(lambda model: model.load_weights(
-            item for item in weights.items() if item[0] != "lm_head.weight" or hasattr(model, "lm_head")))
+            item for item in merged_weights(policy)
+            if item[0] != "lm_head.weight" or hasattr(model, "lm_head")))  # tied, some engines have none
+        if stale := [name for name, is_equal in self.compare(policy).items()
+                     if name in self.unfused and not is_equal]:
+            raise PushError(f"push: the engine does not hold the new {stale[0]}: take --sampler hf")
         if self.asleep:
             self.engine.wake_up(tags=["kv_cache"])
         if not self.engine.reset_prefix_cache():
@@ -633,42 +640,23 @@ def pad(lists, value=0, side="right"):
     """Lists of numbers -> a tensor (len(lists), longest)."""
     return pad_sequence([torch.tensor(one) for one in lists], True, value, side)
 
-def autocast(device):
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
-
 def pack(prompts, responses, pad_id=0):
-    """Token ids -> right-padded tensors (B, S - 1), shifted so that position t predicts labels[t]. The masks
-    are made by position, because the pad id may be a real token."""
+    """Token ids -> right-padded tensors (B, S - 1), shifted so that position t predicts labels[t]. The mask
+    is made by position, because the pad id may be a real token."""
     ids = pad([prompt + response for prompt, response in zip(prompts, responses)], pad_id)
     position = torch.arange(ids.shape[1] - 1)
     start = torch.tensor([len(prompt) - 1 for prompt in prompts])[:, None]
     end = start + torch.tensor([len(response) for response in responses])[:, None]
-    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "attention_mask": (position < end).long(),
+    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:],
             "response_mask": (position >= start) & (position < end)}
 
 def response_log_probs(policy, rows, temperature, is_compiled=False):
     """Rows -> log_probs, entropy, response_mask, (B, T) each. Only responses meet the output matrix."""
     batch = pack([row.example.prompt_ids for row in rows], [row.response_ids for row in rows])
-    ids, labels, attention_mask, response_mask = (value.to(policy.device) for value in batch.values())
-    arguments = dict(input_ids=ids, attention_mask=attention_mask, use_cache=False)
-    labels, lengths = labels[response_mask], response_mask.sum(1)
-    if not hasattr(policy, "has_fused_head"):
-        policy.has_fused_head = fits_tiled_head(policy)
-    if policy.has_fused_head:
-        head, base = policy.get_output_embeddings(), policy.base_model
-        base = torch.compile(base, dynamic=True) if is_compiled else base  # torch keeps it
-        with autocast(policy.device):
-            hidden = base(**arguments).last_hidden_state
-        hidden, weight = hidden[response_mask].to(head.weight.dtype), head.weight
-        if getattr(head, "bias", None) is not None:
-            hidden, weight = F.pad(hidden, (0, 1), value=1.0), torch.cat([weight, head.bias[:, None]], 1)
-        dtype = torch.bfloat16 if policy.device.type == "cuda" else weight.dtype
-        log_probs, entropy = TiledHead.apply(hidden / temperature, weight, labels, dtype)
-    else:  # the forward pass does more to the logits: soft caps, scales
-        with autocast(policy.device):
-            logits = policy(**arguments).logits[response_mask]
-        log_probs, entropy = log_probs_and_entropy(logits, labels, temperature)
-    mask = torch.arange(lengths.max(), device=policy.device) < lengths[:, None]
+    ids, labels, response_mask = (value.to(policy.device) for value in batch.values())
+    log_probs, entropy = token_log_probs(policy, ids, labels, response_mask, temperature, is_compiled)
+    lengths = response_mask.sum(1)
+    mask = torch.arange(max(len(row.response_ids) for row in rows), device=policy.device) < lengths[:, None]
     empty = torch.zeros(mask.shape, dtype=log_probs.dtype, device=policy.device)
     return empty.masked_scatter(mask, log_probs), empty.masked_scatter(mask, entropy), mask
 
@@ -682,6 +670,21 @@ def microbatches(rows, token_budget):
         count = max(1, min(near, token_budget // len(rows[0])))
         yield rows[:count]
         rows = rows[count:]
+
+def fit_in_memory(compute, rows, args):
+    """compute(), again and again with half of args.microbatch_tokens while memory runs out: the split into
+    microbatches changes no result. OutOfMemory if one of the rows does not fit alone."""
+    while True:
+        try:
+            return compute()
+        except torch.OutOfMemoryError:
+            longest = max(map(len, rows))
+        torch.cuda.empty_cache()  # only here have the tensors of the pass gone with the error
+        if args.microbatch_tokens <= longest:
+            raise OutOfMemory(f"a row of {longest} tokens does not fit into memory: --resume with "
+                              "--gradient-checkpointing, or begin with --lora-rank 32 or lower --max-tokens")
+        args.microbatch_tokens //= 2
+        print(f"note: out of memory; on with --microbatch-tokens {args.microbatch_tokens}")
 
 @torch.no_grad()
 def cache_log_probs(policy, rows, key, token_budget, temperature, is_compiled=False):
@@ -743,30 +746,49 @@ def train_step(policy, optimizer, rows, args):
     sums.update(grad_norm=norm, steps=1)
     return sums
 
+def learning_rate(step, args):
+    """Of loop step `step` (from 1): rises over --warmup-steps; with --lr-decay it then falls in equal parts,
+    to one part at the last step. Constant without these flags."""
+    rise = min(1.0, step / max(1, args.warmup_steps))
+    fall = (args.max_steps - step + 1) / max(1, args.max_steps - args.warmup_steps) if args.lr_decay else 1.0
+    return args.lr * max(0.0, min(rise, fall))
+
 def update(policy, reference, optimizer, rows, step, args):
     """All optimizer steps of one loop step -> metrics, averaged over tokens or over optimizer steps."""
-    batches, totals, how = [], Counter(), (args.microbatch_tokens, args.temperature, args.compile)
+    batches, totals = [], Counter()
+    cache = lambda model, key: cache_log_probs(
+        model, rows, key, args.microbatch_tokens, args.temperature, args.compile)
     for epoch in range(args.epochs_per_rollout_batch):
         order = random.Random(seed_for(args.seed, f"epoch {epoch}", step)).sample(rows, len(rows))
         batches += chunks(order, args.train_batch_size)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, args)
     if args.overlap:  # the policy that sampled is a step older than this one
         for row in rows:
             row.old_log_probs = row.sampler_log_probs
     elif len(batches) > 1 and (LOSSES[args.loss].has_ratio or args.tis_cap is not None or args.kl_coef):
-        cache_log_probs(policy, rows, "old_log_probs", *how)
+        fit_in_memory(lambda: cache(policy, "old_log_probs"), rows, args)
     if reference:
         if args.kl_ref_every and (step - 1) % args.kl_ref_every == 0:
             reference.load_state_dict(policy.state_dict())
-        cache_log_probs(reference, rows, "ref_log_probs", *how)
+        with without_adapters(reference):
+            fit_in_memory(lambda: cache(reference, "ref_log_probs"), rows, args)
     if args.reset_optimizer:
         optimizer.state.clear()
     for batch in batches:
-        totals.update(train_step(policy, optimizer, batch, args))
+        try:
+            totals.update(fit_in_memory(lambda: train_step(policy, optimizer, batch, args), batch, args))
+        except OutOfMemory:
+            Signals.is_held = totals["steps"] > 0  # the weights of before the first one are whole: saved
+            raise
+    optimizer.zero_grad()  # frees the gradients, which would lie beside the engine while it samples
+    if not torch.nn.utils.get_total_norm(policy.parameters()).isfinite():
+        raise PushError("the weights are not finite any more: lower --lr; --resume goes on from before")
     steps, tokens = max(1, totals["steps"]), totals["tokens"]
     per_token = {f"train/{key}": totals[key] / tokens if key in totals else None
                  for key in ("entropy", "clip_fraction", "ratio_outside", "kl")}
-    return {"train/loss": totals["loss"] / steps, "train/grad_norm": totals["grad_norm"] / steps,
-            "train/lr": args.lr, **per_token, "train/bad_steps": totals["bad_steps"] or None}
+    return {"train/loss": totals["loss"] / steps, "train/grad_norm": totals["grad_norm"] / steps, **per_token,
+            "train/lr": learning_rate(step, args), "train/bad_steps": totals["bad_steps"] or None}
 
 # --- Evaluation --------------------------------------------------------------------------------------------
 def evaluate(sampler, held_out, reward_fn, step, args):
@@ -810,6 +832,7 @@ def response_record(row, prompt):
 def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, reward_fn, args):
     """The steps. A step happens as a whole or not at all: the checkpoint never lies inside one."""
     step, pool, ahead = run.state["step"], ThreadPoolExecutor(1, "rollout"), None
+    canary_due = 0.0 if sampler.has_own_weights else math.inf  # of one model there is nothing to compare
     rows_of_step = functools.partial(roll_out, sampler, questions, reward_fn, args)
     while True:
         is_last, metrics = run.is_over(step), {"step": step}
@@ -839,15 +862,20 @@ def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, 
             with stopwatch(metrics, "push"):
                 sampler.push(policy, step)
             with stopwatch(metrics, "canary"):
-                metrics["train/engine_gap"] = check_push(sampler, policy, held_out, args.context, args.seed,
-                                                         args.max_engine_gap)
+                metrics["train/engine_gap"] = None if time.time() < canary_due else check_push(
+                    sampler, policy, held_out, args.context, args.seed, args.max_engine_gap)
+            canary_due = max(canary_due, time.time() + 50 * metrics["time/canary"])  # at most 2 % of the time
             run.state.update(step=step, questions=asked)
             run.log(metrics, [response_record(row, args.prompt) for row in rows[:8]])
         run.save_checkpoint(only_if_due=True)
 
 def reference_and_optimizer(policy, args):
-    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
-    return reference, torch.optim.AdamW(policy.parameters(), args.lr, (0.9, 0.95), weight_decay=0, fused=True)
+    """-> (the frozen copy of --kl-coef, or None; AdamW). With LoRA the policy without adapters is that copy."""
+    reference = None
+    if args.kl_coef:
+        reference = policy if args.lora_rank else copy.deepcopy(policy).requires_grad_(False)
+    taught = [weight for weight in policy.parameters() if weight.requires_grad]
+    return reference, torch.optim.AdamW(taught, args.lr, (0.9, 0.95), weight_decay=0, fused=True)
 
 def train(run, args, reward_fn):
     """Everything from the data to result.json, in the folder of the run."""
@@ -867,7 +895,8 @@ def train(run, args, reward_fn):
         fits = [len(row.response_ids) <= args.max_tokens for row in rows]
         train_set = keep_fitting(train_set, fits, f"solution longer than --max-tokens {args.max_tokens}")
     reference, optimizer = reference_and_optimizer(policy, args)
-    state = run.begin(policy=policy, reference=reference, optimizer=optimizer)
+    copied = None if reference is policy else reference
+    state = run.begin(policy=policy, reference=copied, optimizer=optimizer)
     print(f"{args.mode}: {args.model}, {policy.num_parameters():,} parameters on {policy.device}, sampler "
           f"{sampler.name}; {args.dataset}, {len(train_set)} to train on, {len(held_out)} held out; "
           f"{run.folder}")
@@ -881,7 +910,7 @@ def train(run, args, reward_fn):
     questions = Curriculum(train_set, args.curriculum, args.seed, state.get("questions"))
     train_loop(run, policy, reference, optimizer, sampler, questions, held_out, reward_fn, args)
     if args.mode != "eval":
-        run.save_model(policy, sampler.tokenizer)
+        run.save_model(policy, dict(merged_weights(policy)), sampler.tokenizer)
     run.write_result(**known)
 
 def main(given):
@@ -893,7 +922,7 @@ def main(given):
     try:
         with Signals.end_in_one_line(), Run(args.run_dir, vars(args)) as run:
             train(run, args, reward_fn)
-    except (PushError, rewards.RewardError) as error:
+    except (PushError, OutOfMemory, rewards.RewardError) as error:
         stop_run(error)
 
 if __name__ == "__main__":

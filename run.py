@@ -283,9 +283,10 @@ class Run:
         """True after a resume, if the evaluation of this step was logged before."""
         return any(record["step"] == step and "eval/accuracy" in record for record in self.records)
 
-    def save_model(self, *parts):
-        """An ordinary HF folder of policy and tokenizer."""
-        write_atomic(self.folder / "model", lambda path: [part.save_pretrained(path) for part in parts])
+    def save_model(self, policy, weights, tokenizer):
+        """An ordinary HF folder of a model with these weights and its tokenizer."""
+        write_atomic(self.folder / "model", lambda path: [
+            policy.save_pretrained(path, state_dict=weights), tokenizer.save_pretrained(path)])
 
     def draw(self, always=False):
         """Draws curves.png, but not so often that it takes over 5 % of the time."""

@@ -380,13 +380,13 @@ def test_grpo_runs_and_its_folder_is_complete(four_steps):
     for line in check_run(run_dir, "grpo", 4):
         assert 0 <= line["train/reward"] <= 1 and line["train/grad_norm"] > 0
         assert line["train/lr"] == flags.PRESETS["tiny"]["lr"]
-        assert line["train/entropy"] > 0 and line["train/engine_gap"] < 1e-5
+        assert line["train/entropy"] > 0 and line["train/engine_gap"] is None  # the sampler is the policy
     prompts = [sample["prompt"] for sample in read_lines(run_dir / "samples.jsonl") if sample["step"]]
     assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)] and len(set(prompts)) == 8
     health = [line for line in output.splitlines() if line.startswith("step")]
     assert len(health) == 7 and "reward" in health[1] and "loss" not in health[1]
     assert all(word in health[1] for word in (
-        "format", "length right", "dead", "truncated", "entropy", "clip", "grad", "gap", "tok/s", "rollout"))
+        "format", "length right", "dead", "truncated", "entropy", "clip", "grad", "tok/s", "rollout"))
     assert ["held-out accuracy" in line for line in health] == [True, False, False, True, False, False, True]
 
 def test_a_trained_model_can_be_evaluated_by_its_folder(four_steps, tmp_path):
@@ -553,7 +553,7 @@ def test_signals_end_a_run_in_one_line_and_lose_no_whole_step(tmp_path, unbroken
     """In a rollout, an evaluation or a save; inside a step (in update, push, canary or log) they wait."""
     moments = [(ng, "evaluate", 1, signal.SIGTERM, 0), (ng.HFSampler, "is_finished", 300, signal.SIGTERM, 0),
                (ng, "train_step", 1, signal.SIGINT, 1), (ng.HFSampler, "push", 2, signal.SIGTERM, 2),
-               (ng, "evaluate", 1, signal.SIGINT, 2), (ng, "check_push", 2, signal.SIGINT, 3),
+               (ng, "evaluate", 1, signal.SIGINT, 2), (ng.HFSampler, "push", 2, signal.SIGINT, 3),
                (torch, "save", 1, signal.SIGTERM, 4), (Run, "log", 1, signal.SIGINT, 4)]
     for turn, (owner, name, call, number, step) in enumerate(moments):
         patch = on_call(owner, name, call, send(number))
@@ -661,7 +661,8 @@ def test_overlap_trains_on_rollouts_of_one_step_before_and_never_pushes_into_one
         assert events.index(f"update {step - 1} starts") < events.index(f"{name} ends")
     lines = metrics_of(tmp_path / "run", "train/")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert all(line["train/engine_gap"] < 1e-5 for line in lines)
+    gaps = [line["train/engine_gap"] for line in lines]
+    assert gaps[0] < 1e-5 and all(gap is None or gap < 1e-5 for gap in gaps)
 
 def test_an_error_or_a_signal_beside_an_update_loses_no_step(tmp_path):
     def fail(*args):
@@ -899,6 +900,7 @@ def test_grpo_learns_arithmetic(tmp_path, argv, bound):
     lines = metrics_of(tmp_path / "run", "train/")
     first, last = (line["eval/accuracy"] for line in metrics_of(tmp_path / "run", "eval/"))
     assert first <= 0.4 and last >= bound and lines[-1]["train/reward"] > lines[0]["train/reward"] + 0.2
-    assert all(line["train/engine_gap"] < 1e-4 for line in lines)  # the sampler has the pushed weights
+    gaps = [line["train/engine_gap"] for line in lines if line["train/engine_gap"] is not None]
+    assert bool(gaps) == ("vllm" in argv) and max(gaps, default=0.0) < 1e-4  # it has the pushed weights
     off_policy = [line["train/ratio_outside"] > 0 for line in lines]  # the first rollout has those of step 0
     assert off_policy == [False] + [argv.endswith("overlap")] * (len(lines) - 1)
