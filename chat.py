@@ -1,0 +1,62 @@
+"""Prompts that are not written in the script: a model's own chat format, and template files.
+
+ValueError, in one line, says what cannot be used and what to do instead.
+"""
+from pathlib import Path
+
+CURE = "take --prompt r1_zero, a file with a template, or a model that was trained to chat"
+
+def chat_text(tokenizer, messages, add_generation_prompt=True):
+    """Messages (dicts with role and content) in the chat format of the tokenizer. System turns that its
+    template refuses (Gemma 2) or leaves out stand in front of the first user turn, as text."""
+    import jinja2
+
+    def render(turns):
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, tokenize=False)
+    if not tokenizer.chat_template:
+        raise ValueError(f"--prompt chat: the tokenizer of this model has no chat template: {CURE}")
+    system = "\n\n".join(turn["content"] for turn in messages if turn["role"] == "system")
+    try:
+        text = render(messages)
+        if system and not all(turn["content"].strip() in text for turn in messages):
+            raise jinja2.TemplateError("the system turn is left out")
+    except jinja2.TemplateError as error:
+        others = [turn for turn in messages if turn["role"] != "system"]
+        if not system or not others:
+            raise ValueError(f"--prompt chat: the chat template of this model refuses these messages "
+                             f"({str(error)[:80]}): {CURE}") from error
+        first = dict(others[0], content=f"{system}\n\n{others[0]['content']}")
+        return chat_text(tokenizer, [first, *others[1:]], add_generation_prompt)
+    return text
+
+def chat_prompt_ids(tokenizer, example):
+    """The token ids of an example's messages, or of its question as one user turn, with the generation
+    prompt. A tokenizer that begins its texts with BOS gets exactly one, from the template or from here."""
+    messages = example.messages or [{"role": "user", "content": example.question}]
+    ids = tokenizer.encode(chat_text(tokenizer, messages), add_special_tokens=False)
+    bos = tokenizer.bos_token_id
+    adds_bos = bos is not None and tokenizer.encode("a")[0] == bos
+    return [bos, *ids] if adds_bos and ids[:1] != [bos] else ids
+
+def end_of_turn_ids(tokenizer, eos_ids):
+    """-> (ids, stop): the token ids that end an assistant turn, the template's own first, then eos_ids; and
+    None, or the stop string (str) of a template whose turns do not end in one special token."""
+    turns = [("user", "hello"), ("assistant", "zebra"), ("user", "tiger")]
+    turns = [{"role": role, "content": content} for role, content in turns]
+    text = chat_text(tokenizer, turns[:2], False).rpartition("zebra")[2].strip()
+    text = text or chat_text(tokenizer, turns, False).rpartition("zebra")[2].partition("tiger")[0].strip()
+    first = next(iter(tokenizer.encode(text, add_special_tokens=False)), None)
+    if first in tokenizer.all_special_ids or first in tokenizer.added_tokens_decoder:
+        return [first, *(token for token in eos_ids if token != first)], None
+    return list(eos_ids), text.partition("\n")[0] or None
+
+def read_prompt_file(path):
+    """A file -> its template (str), in which {question} stands; other braces stay as they are. One newline at
+    the end, which editors add, is taken off: a template that shall end in one has two."""
+    try:
+        template = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt {path} cannot be read ({error}): give a text file in UTF-8") from error
+    if "{question}" not in template:
+        raise ValueError(f"--prompt {path}: write {{question}} where the question has to stand")
+    return template
