@@ -3,6 +3,13 @@
 ValueError, in one line, says what cannot be used and what to do instead.
 """
 from pathlib import Path
+from typing import NamedTuple
+
+class Prompt(NamedTuple):
+    """What is asked, what ends the answer (None: the end token), and the reward that reads it."""
+    template: str | None
+    stop: str | None
+    reward_fn: str | None
 
 CURE = "take --prompt r1_zero, a file with a template, or a model that was trained to chat"
 
@@ -60,3 +67,10 @@ def read_prompt_file(path):
     if "{question}" not in template:
         raise ValueError(f"--prompt {path}: write {{question}} where the question has to stand")
     return template
+
+def prompt_from_file(path):
+    """A file -> Prompt, with stop string and reward function of what its template asks for, if it says."""
+    template = read_prompt_file(path)
+    if "</answer>" in template:
+        return Prompt(template, "</answer>", "r1_zero")
+    return Prompt(template, None, "question_only" if "\\boxed" in template else None)

@@ -6,18 +6,24 @@ from collections import ChainMap
 from importlib.util import find_spec
 from pathlib import Path
 
+import chat
 from run import stop_run
 
 PRESETS = {  # defaults that depend on the model
     "tiny": dict(dataset="arithmetic", lr=5e-4, max_steps=100, max_tokens=96, eval_size=512, eval_every=10),
     "other": dict(dataset="math", lr=3e-5, max_steps=200, max_tokens=1024, eval_size=1024, eval_every=10)}
+DATA_PRESETS = {  # defaults that depend on the data, before those of the model
+    "sort": dict(reward_fn="sort_positions"),
+    "sums": dict(prompt="chat", reward_fn="last_number", max_tokens=24, rollout_batch_size=128, lr=1e-5,
+                 max_steps=40, eval_size=200)}
 CUDA_MODEL = "Qwen/Qwen2.5-Math-1.5B"  # the default model of a machine with CUDA; without it, tiny
 LEADERBOARD = dict(prompt="r1_zero", reward_fn="r1_zero", temperature=1.0, max_tokens=1024, max_hours=4.0,
                    eval_size=sys.maxsize)  # the protocol of the CS336 leaderboard
 MAY_CHANGE = {"max_steps", "max_hours", "eval_every", "sampler", "sampler_batch_size", "microbatch_tokens",
               "gradient_checkpointing", "compile", "keep", "report_to"}  # under --resume
 # What an evaluation of a run's model takes over from that run, unless it is asked on other data.
-AS_IN_THE_RUN = {"prompt", "reward_fn", "temperature", "min_tokens", "eval_dataset", "seed"}
+AS_IN_THE_RUN = {"prompt", "stop", "reward_fn", "temperature", "eval_temperature", "min_tokens", "eval_dataset",
+                 "seed"}
 
 class Flag:
     """kind: a type, a list of choices, or "on" for a switch. default None: derived from other flags. needs:
@@ -39,9 +45,11 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
         Flag("--leaderboard", "on", False, f"the protocol of the CS336 leaderboard: {LEADERBOARD}"),
         Flag("--report-to", ["wandb", "trackio"], None, "send the metrics there too")],
     ("data", ""): [
-        Flag("--dataset", str, None, "arithmetic, sort, math, gsm8k, file, folder or hub id[:configuration]"),
+        Flag("--dataset", str, None,
+             "arithmetic, sort, sums, math, gsm8k, file, folder or hub id[:configuration]"),
         Flag("--eval-dataset", str, None, "held-out data (default: a test split, else --eval-size rows)"),
-        Flag("--prompt", "prompts", "r1_zero", "template, stop string and reward together"),
+        Flag("--prompt", str, "r1_zero", "{prompts} or a file with {question} in it: template, stop, reward"),
+        Flag("--stop", str, None, "text that ends a response, such as '\\n' (default: by prompt)"),
         Flag("--reward-fn", str, None, "name in rewards.REWARDS or file:function (default: by prompt)")],
     ("questions", "expert_iteration|grpo"): [
         Flag("--curriculum", ["uniform", "easy_to_hard", "prioritized"], "uniform",
@@ -53,7 +61,7 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
         Flag("--sampler", ["auto", "vllm", "hf"], "auto", "auto: vllm if installed, with CUDA; else hf"),
         Flag("--rollout-batch-size", int, 256, "responses a step, P * group_size"),
         Flag("--group-size", int, 8, "responses to one question, G"),
-        Flag("--temperature", float, 1.0, "of sampling, training and evaluation"),
+        Flag("--temperature", float, 1.0, "of sampling and training"),
         Flag("--min-tokens", int, 4, "no end of a response before this many tokens"),
         Flag("--max-tokens", int, None, "generation budget of a response, in tokens"),
         Flag("--sampler-batch-size", int, 256, "hf: rows that are sampled at once"),
@@ -119,6 +127,8 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
     ("evaluation", ""): [
         Flag("--eval-every", int, None, "steps between evaluations"),
         Flag("--eval-size", int, None, "held-out questions to evaluate on"),
+        Flag("--eval-samples", int, 1, "answers to each of them: their mean, pass@k, maj@n"),
+        Flag("--eval-temperature", float, None, "of evaluation; 0: greedy (default: --temperature)"),
         Flag("--thinking-budget", int, None, "tokens of thought in an evaluation, then it has to answer",
              "--prompt r1_zero: other prompts have no </think>"),
         Flag("--wait", int, 0, "s1 (2501.19393): so many ends of thought are replaced by ` wait`",
@@ -134,8 +144,8 @@ def complete_table(losses, prompts):
     names = {key: "|".join(name for name, loss in losses.items() if fit(loss)) for key, fit in fits.items()}
     about = "; ".join(f"{name}: {loss.about}" for name, loss in losses.items())
     for flag in all_flags():
-        flag.kind = {"losses": list(losses), "prompts": list(prompts)}.get(str(flag.kind), flag.kind)
-        flag.about = flag.about.replace("{losses}", about)
+        flag.kind = list(losses) if flag.kind == "losses" else flag.kind
+        flag.about = flag.about.replace("{losses}", about).replace("{prompts}", ", ".join(prompts))
         flag.needs = [need.format(**names) for need in flag.needs]
     return FLAGS
 
@@ -174,13 +184,23 @@ def saved_flags(given):
     taken_over = PRESETS["tiny"].keys() | (AS_IN_THE_RUN if "dataset" not in given else set())
     return {key: value for key, value in old.items() if resume or key in taken_over}
 
+def find_prompt(prompts, name):
+    """--prompt -> Prompt: a row of the table `prompts`, or a file."""
+    try:
+        return prompts.get(name) or chat.prompt_from_file(name)
+    except ValueError as error:
+        stop_run(f"{error}, or one of {', '.join(prompts)}")
+
 def configure(losses, prompts, given, has_cuda):
     """Flags as typed -> all flags, a Namespace: given > saved > leaderboard > preset > derived."""
     saved = saved_flags(given)
     model = given.get("model") or saved.get("model") or (CUDA_MODEL if has_cuda else "tiny")
     defaults = {flag.key: flag.default for flag in all_flags()} | {"model": model}
+    preset = PRESETS["tiny" if model == "tiny" else "other"]
+    data = given.get("dataset") or saved.get("dataset") or preset["dataset"]
     known = ChainMap(given, saved, LEADERBOARD if given.get("leaderboard") else {},
-                     PRESETS["tiny" if model == "tiny" else "other"], defaults)
+                     DATA_PRESETS.get(data, {}), preset, defaults)
+    prompt = find_prompt(prompts, known["prompt"])
     loss = known["loss"] or ("pg" if known["mode"] in ("sft", "expert_iteration") else "grpo_clip")
     row, cliprange = losses[loss], known["cliprange"] or losses[loss].cliprange
     high = cliprange if known["cliprange"] else row.cliprange_high or cliprange
@@ -190,9 +210,11 @@ def configure(losses, prompts, given, has_cuda):
         advantage_norm="std" if has_std else "none", train_batch_size=known["rollout_batch_size"],
         loss_aggregation="constant" if known["no_length_norm"] else row.aggregation,
         max_engine_gap=0.1 if has_cuda else 1e-3, microbatch_tokens=16384 if has_cuda else 4096,
-        reward_fn="sort_positions" if known["dataset"] == "sort" else prompts[known["prompt"]].reward_fn)
+        stop=prompt.stop, reward_fn=prompt.reward_fn, eval_temperature=known["temperature"])
     args = argparse.Namespace(**{
         key: known[key] if known[key] is not None else derived.get(key) for key in defaults})
+    if args.lora_rank and not {"lr"} & (given.keys() | saved.keys()):
+        args.lr *= 10  # the rate that suits adapters, of any rank ("LoRA Without Regret", Schulman 2025)
     refuse_misfits(given, args)
     refuse_sizes(args)
     if args.leaderboard:
@@ -217,6 +239,13 @@ def refuse_sizes(args):
          f"--thinking-budget and --overlong-cache have to be under --max-tokens {budget}: lower them"),
         (args.overlap and args.tis_cap is not None,
          "--tis-cap would do nothing with --overlap, whose ratio is to the sampler already: leave one out"),
+        (args.model == "tiny" and args.prompt == "chat", "--prompt chat needs a --model that was trained to chat, "
+         "such as HuggingFaceTB/SmolLM2-135M-Instruct; tiny was not"),
+        (args.reward_fn is None, f"--prompt {args.prompt} asks for neither </answer> nor \\boxed: add --reward-fn, "
+         "and --stop where a text ends the answer"),
+        (args.eval_samples > 1 and args.eval_temperature == 0, "--eval-samples would be equal at "
+         "--eval-temperature 0: leave one out"),
+        (args.eval_samples > 1 and args.thinking_budget, "--eval-samples and --thinking-budget: leave one out"),
         (args.lora_rank and args.kl_ref_every, "--kl-ref-every needs a copy of the policy, and with --lora-rank "
          "the model without adapters takes its place: leave one out"),
         (args.lora_rank and not find_spec("peft"), "--lora-rank: pip install peft"),
@@ -228,7 +257,7 @@ def refuse_misfits(given, args):
     """Stops, with one line, where a number is out of range or a flag that was typed needs another one."""
     for modes, flag in ((modes, flag) for (_, modes), flags in FLAGS.items() for flag in flags):
         value = getattr(args, flag.key)
-        may_be_0 = flag.default == 0 or flag.key == "min_tokens"
+        may_be_0 = flag.default == 0 or flag.key in ("min_tokens", "eval_temperature")
         if type(value) in (int, float) and not (value > 0 or value == 0 and may_be_0):
             stop_run(f"{flag.name} must be above 0, not {value}")
         uses = [f"--mode {modes}: other modes do nothing with it"] if modes and args.mode != "eval" else []

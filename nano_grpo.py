@@ -40,6 +40,7 @@ from typing import NamedTuple
 import flags
 import rewards
 import tiny
+from chat import Prompt, chat_prompt_ids, end_of_turn_ids
 from data import Example, fingerprint, load_examples
 from run import Run, Signals, mean, stop_run, stopwatch, write_lines
 
@@ -143,11 +144,6 @@ def aggregate_loss(token_loss, response_mask, aggregation, num_rows, num_tokens,
     return (token_loss * response_mask).sum() / (num_rows * constant)  # Dr. GRPO: no length
 
 # --- Prompts -----------------------------------------------------------------------------------------------
-class Prompt(NamedTuple):  # the three belong together
-    template: str
-    stop: str | None
-    reward_fn: str
-
 # The prompt of the R1-Zero paper (arXiv 2501.12948). It ends with "<think>" and no newline.
 R1_ZERO_PROMPT = (
     "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
@@ -155,13 +151,14 @@ R1_ZERO_PROMPT = (
     "answer. The reasoning process is enclosed within <think> </think> and answer is enclosed within "
     "<answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer "
     "here </answer>.\nUser: {question}\nAssistant: <think>")
-PROMPTS = {"r1_zero": Prompt(R1_ZERO_PROMPT, "</answer>", "r1_zero"),
-           "question_only": Prompt("{question}", None, "question_only")}
+PROMPTS = {"r1_zero": Prompt(R1_ZERO_PROMPT, "</answer>", "r1_zero"),  # template, stop string, reward
+           "question_only": Prompt("{question}", None, "question_only"),
+           "chat": Prompt(None, None, "question_only")}  # the model's own chat format, from its tokenizer
 END_OF_THOUGHT = " </think> <answer>"
 
 def prompt_text(prompt, question):
     """The text that is asked; replace, not format: questions contain braces."""
-    return PROMPTS[prompt].template.replace("{question}", question)
+    return flags.find_prompt(PROMPTS, prompt).template.replace("{question}", question)
 
 # --- Command line ------------------------------------------------------------------------------------------
 FLAGS = flags.complete_table(LOSSES, PROMPTS)
@@ -205,6 +202,9 @@ class Row:
 def add_prompts(examples, tokenizer, args):
     """Fills prompt_ids; drops questions that leave no room for max_tokens in the model's context (tokens)."""
     for example in examples:
+        if args.prompt == "chat":
+            example.prompt_ids = chat_prompt_ids(tokenizer, example)
+            continue
         example.prompt_ids = tokenizer.encode(prompt_text(args.prompt, example.question))
         while example.prompt_ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end each text so
             example.prompt_ids.pop()
@@ -219,17 +219,30 @@ def keep_fitting(examples, fits, why):
         (print if kept else stop_run)(f"{len(examples) - len(kept)} of {len(examples)} rows dropped: {why}")
     return kept
 
-def solution_row(example, tokenizer, prompt):
-    """A written solution -> a Row with advantage 1, ended in the form that the reward of the prompt reads."""
-    text, stop = example.trace, PROMPTS[prompt].stop
-    if prompt == "r1_zero" and "</think>" not in text:
-        text = f" {text.strip()}{END_OF_THOUGHT} {example.ground_truth} </answer>"
-    if prompt == "question_only" and not rewards.last_boxed(text):
-        text = f"{text} \\boxed{{{example.ground_truth}}}"
+def solution_row(example, tokenizer, form, stop, end_id):
+    """A written solution -> a Row with advantage 1, ended as the reward called `form` reads it, and then by
+    the stop string or the end token: it has to end itself."""
+    text, answer = example.trace, example.ground_truth
+    if form == "r1_zero" and "</think>" not in text:
+        text = f" {text.strip()}{END_OF_THOUGHT} {answer} </answer>"
+    if form == "question_only" and not rewards.last_boxed(text):
+        text = f"{text} \\boxed{{{answer}}}"
+    if form == "gsm8k" and "####" not in text:
+        text = f"{text}\n#### {answer}"
+    if form == "last_number" and not rewards.last_number_reward_fn(text, answer)["answer_reward"]:
+        text = f"{text} The answer is {answer}"
+    if stop and form != "r1_zero":
+        text = text.removesuffix(stop) + stop
     ids = tokenizer.encode(text, add_special_tokens=False)
-    if not stop or not text.endswith(stop):
-        ids.append(tokenizer.eos_token_id)  # no stop string ends it, so it has to end itself
-    return Row(example, ids, text)
+    return Row(example, ids if stop and text.endswith(stop) else [*ids, end_id], text)
+
+def solution_rows(examples, sampler, args):
+    """The Rows of --mode sft. The form of its answers is that of the prompt, else of the reward function."""
+    if not sampler.eos_ids:
+        stop_run(f"--mode sft: --model {args.model} names no end token, so a solution could not end")
+    form = args.reward_fn if PROMPTS.get(args.prompt, PROMPTS["chat"]).template is None else args.prompt
+    return [solution_row(example, sampler.tokenizer, form, sampler.stop, sampler.eos_ids[0])
+            for example in examples]
 
 class Curriculum:
     """Which questions come next: that follows from the seed and what was asked before. saved: an old state().
@@ -314,11 +327,14 @@ def load_model(args):
     try:
         path = str(tiny.warm_start(args.dataset, R1_ZERO_PROMPT)) if path == "tiny" else path
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        chat_end, stop = end_of_turn_ids(tokenizer, []) if args.prompt == "chat" else ([], None)
         # the engine first: it takes its share of the memory, and reseeds the global generators
         engine = start_engine(path, args) if wants_vllm(args.sampler, torch.cuda.is_available()) else None
         policy = load_policy(path, transformers.AutoModelForCausalLM)
     except Exception as error:  # of the hub, of the disk, of damaged or foreign weights
         cause = " ".join(str(error).split())[:160]
+        if cause.startswith("--"):
+            stop_run(cause)
         stop_run(f"--model {path} cannot be loaded ({cause}): give an HF folder, a hub id that this machine "
                  "can reach, or `tiny`; beside vLLM some architectures need --sampler hf")
     policy.to(policy_device()).eval()  # no dropout, or old and new log-probs would differ by noise
@@ -327,9 +343,11 @@ def load_model(args):
     if args.lora_rank:
         add_adapters(policy, args.lora_rank, args.seed)
     eos = policy.generation_config.eos_token_id
-    eos_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None})
-    eos_ids = [token for token in eos_ids if token < policy.config.get_text_config().vocab_size]
-    sampling = tokenizer, eos_ids, PROMPTS[args.prompt].stop, args.temperature, args.min_tokens
+    eos_ids = [*chat_end, tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
+    eos_ids = [token for token in dict.fromkeys(eos_ids)  # the first one ends a written solution
+               if token is not None and token < policy.config.get_text_config().vocab_size]
+    stop = args.stop.replace("\\n", "\n") if args.stop else stop
+    sampling = tokenizer, eos_ids, stop, args.temperature, args.min_tokens
     if engine:
         return policy, VLLMSampler(engine, policy, *sampling)
     model = copy.deepcopy(policy) if args.overlap else policy
@@ -394,7 +412,7 @@ class HFSampler:
                     cache.batch_repeat_interleave(n)
             if length <= self.min_tokens:
                 logits[:, self.eos_ids] = -torch.inf
-            log_probs = (logits / self.temperature).log_softmax(-1)
+            log_probs = (logits / (self.temperature or 1e-6)).log_softmax(-1)  # 0: greedy
             share = log_probs.double().exp().cumsum(-1)  # inverse transform; multinomial is slow on CPUs
             point = torch.rand(len(share), 1, dtype=share.dtype, device=device, generator=generator)
             tokens = torch.searchsorted(share, point * share[:, -1:], right=True)
@@ -590,7 +608,7 @@ def roll_out(sampler, questions, reward_fn, args, step, version):
     metrics, size, rows, chosen = {"step": step}, args.group_size, [], []
     if args.mode == "sft":
         asked = questions.take(args.rollout_batch_size)
-        rows = [solution_row(example, sampler.tokenizer, args.prompt) for example in asked]
+        rows = solution_rows(asked, sampler, args)
         metrics |= {"train/tokens": sum(map(len, rows)), "time/rollout": 0.0}
         return rows, rows, metrics, questions.state()
     for turn in range(args.dynamic_sampling + 1):
@@ -792,8 +810,10 @@ def update(policy, reference, optimizer, rows, step, args):
 
 # --- Evaluation --------------------------------------------------------------------------------------------
 def evaluate(sampler, held_out, reward_fn, step, args):
-    """One response to each held-out question, always with the same seed -> (metrics, rows)."""
-    ask = functools.partial(sample, sampler, n=1, seed=seed_for(args.seed, "eval"), version=step)
+    """--eval-samples responses to each held-out question, always with the same seed -> (metrics, rows)."""
+    judge, n = copy.copy(sampler), args.eval_samples
+    judge.temperature = args.eval_temperature
+    ask = functools.partial(sample, judge, n=n, seed=seed_for(args.seed, "eval"), version=step)
     rows = ask(held_out, max_tokens=args.thinking_budget or args.max_tokens)
     if args.thinking_budget:
         keep_to_budget(rows, ask, sampler, args)
@@ -801,11 +821,23 @@ def evaluate(sampler, held_out, reward_fn, step, args):
     if 0 < rewards.STATS["errors"] == rewards.STATS["graded"]:  # since the start of the program
         error = rewards.STATS["last_error"]
         stop_run(f"--reward-fn {args.reward_fn} failed on every response ({error[:100]}): mend it")
-    accuracy = mean(right)
-    variance = mean((one - accuracy) ** 2 for one in right)  # the standard error is that of a share
-    return {"eval/accuracy": accuracy, "eval/stderr": (variance / len(rows)) ** 0.5,
-            "eval/format_reward": mean(row.reward["format_reward"] for row in rows),
-            "eval/length": mean(len(row.response_ids) for row in rows)}, rows
+    shares = list(map(mean, chunks(right, n)))  # of each question
+    accuracy = mean(shares)
+    variance = mean((share - accuracy) ** 2 for share in shares)  # with one answer that of a share
+    metrics = {"eval/accuracy": accuracy, "eval/stderr": (variance / len(shares)) ** 0.5,
+               "eval/format_reward": mean(row.reward["format_reward"] for row in rows),
+               "eval/length": mean(len(row.response_ids) for row in rows)}
+    for k in sorted({2**i for i in range(n.bit_length())} | {n}) if n > 1 else []:
+        metrics[f"eval/pass@{k}"] = mean(pass_at_k(n, some.count(1), k) for some in chunks(right, n))
+    if n > 1:
+        metrics[f"eval/maj@{n}"] = mean(rewards.majority_is_right(
+            [row.text for row in group], [row.reward["answer_reward"] == 1 for row in group], args.reward_fn)
+            for group in chunks(rows, n))
+    return metrics, rows
+
+def pass_at_k(n, right, k):
+    """The chance that one of k of n answers is right, if `right` of the n are (Chen et al. 2021, eq. 1)."""
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 def keep_to_budget(rows, ask, sampler, args):
     """Holds the thoughts of rows to --thinking-budget tokens, in place. One that ends before is made to go
@@ -822,9 +854,9 @@ def keep_to_budget(rows, ask, sampler, args):
         for i, row in zip(picked, more):
             rows[i] = row
 
-def response_record(row, prompt):
+def response_record(row, tokenizer):
     """A row as an object of samples.jsonl and evaluation.jsonl."""
-    return {"prompt": prompt_text(prompt, row.example.question), "response": row.text,
+    return {"prompt": tokenizer.decode(row.example.prompt_ids), "response": row.text,
             "ground_truth": row.example.ground_truth, **row.reward, "length": len(row.response_ids),
             "finish_reason": "length" if row.truncated else "stop"}
 
@@ -841,7 +873,7 @@ def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, 
         if (is_last or step % args.eval_every == 0) and not run.is_evaluated(step):
             with stopwatch(metrics, "eval"):
                 results, rows = evaluate(sampler, held_out, reward_fn, step, args)
-            records = [response_record(row, args.prompt) for row in rows]
+            records = [response_record(row, sampler.tokenizer) for row in rows]
             with Signals.hold():  # all three logs or none
                 write_lines(run.folder / "evaluation.jsonl", records)
                 run.log(metrics | results, [] if step else records[:8])
@@ -866,7 +898,7 @@ def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, 
                     sampler, policy, held_out, args.context, args.seed, args.max_engine_gap)
             canary_due = max(canary_due, time.time() + 50 * metrics["time/canary"])  # at most 2 % of the time
             run.state.update(step=step, questions=asked)
-            run.log(metrics, [response_record(row, args.prompt) for row in rows[:8]])
+            run.log(metrics, [response_record(row, sampler.tokenizer) for row in rows[:8]])
         run.save_checkpoint(only_if_due=True)
 
 def reference_and_optimizer(policy, args):
@@ -891,7 +923,7 @@ def train(run, args, reward_fn):
     held_out = add_prompts(held_out[:args.eval_size], sampler.tokenizer, args)
     train_set = add_prompts(train_set, sampler.tokenizer, args) if args.mode != "eval" else []
     if args.mode == "sft":
-        rows = [solution_row(example, sampler.tokenizer, args.prompt) for example in train_set]
+        rows = solution_rows(train_set, sampler, args)
         fits = [len(row.response_ids) <= args.max_tokens for row in rows]
         train_set = keep_fitting(train_set, fits, f"solution longer than --max-tokens {args.max_tokens}")
     reference, optimizer = reference_and_optimizer(policy, args)

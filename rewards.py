@@ -483,18 +483,26 @@ def question_only_reward_fn(response, ground_truth, fast=True):
     """As r1_zero_reward_fn, for an answer in the last balanced \\boxed{} of the response."""
     return grade(last_boxed(response), ground_truth, fast)
 
+def gsm8k_answer(response):
+    """The line behind the last "####", or None."""
+    _, marker, answer = response.rpartition("####")
+    return answer.strip().partition("\n")[0] if marker else None
+
 def gsm8k_reward_fn(response, ground_truth, fast=True):
     """As r1_zero_reward_fn, for an answer behind the last "####"."""
-    _, marker, answer = response.rpartition("####")
-    return grade(answer.strip().partition("\n")[0] if marker else None, ground_truth, fast)
+    return grade(gsm8k_answer(response), ground_truth, fast)
+
+def last_number(response):
+    """The last number in the text (str), or None."""
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\.\d+", response[-20000:].replace("$", ""), re.ASCII)
+    return found[-1].rstrip(",") if found else None
 
 def last_number_reward_fn(response, ground_truth, fast=True):
     """As r1_zero_reward_fn, for the last number in free text; any number is the right format.
 
     Weak: a date or a check behind the answer is taken for it, and of "\\frac{1}{2}" only the 2 is read.
     """
-    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\.\d+", response[-20000:].replace("$", ""), re.ASCII)
-    return grade(found[-1].rstrip(",") if found else None, ground_truth, fast)
+    return grade(last_number(response), ground_truth, fast)
 
 def countdown_reward_fn(response, ground_truth, fast=True):
     """As r1_zero_reward_fn: an expression, then maybe "= target", has to use each number once and be exact.
@@ -562,6 +570,20 @@ REWARDS = {"r1_zero": r1_zero_reward_fn, "question_only": question_only_reward_f
            "last_number": last_number_reward_fn, "countdown": countdown_reward_fn, "random": random_reward_fn,
            "sort_positions": sort_positions_reward_fn, "sort_inclusion": sort_inclusion_reward_fn,
            "sort_repaired": sort_repaired_reward_fn}
+
+ANSWERS = {"question_only": last_boxed, "gsm8k": gsm8k_answer, "last_number": last_number}
+
+def majority_is_right(responses, is_right, name):
+    """maj@n: whether the answer that most of the responses to a question give is right. Answers are the same
+    where the grader says so; the first of two that are as frequent wins. name: of the reward function."""
+    classes = []  # [answer, right, votes]
+    for answer, right in zip(map(ANSWERS.get(name, r1_zero_answer), responses), is_right, strict=True):
+        same = [one for one in classes if one[1] == right and (right or is_equal(answer, one[0]))]
+        if same:
+            same[0][2] += 1
+        elif right or answer:
+            classes.append([answer, right, 1])
+    return max(classes, key=lambda one: one[2])[1] if classes else False
 
 @functools.cache
 def load_module(place):

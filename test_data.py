@@ -350,7 +350,7 @@ def test_built_in_tasks_are_right_disjoint_and_learnable_from_their_traces(task)
         want = str(sum(digits)) if task == "arithmetic" else " ".join(map(str, sorted(digits)))
         assert example.ground_truth == want
     reward_fn = rewards.REWARDS["sort_positions" if task == "sort" else "r1_zero"]
-    for row in (ng.solution_row(example, TOKENIZER, "r1_zero") for example in train[:200]):
+    for row in (ng.solution_row(example, TOKENIZER, "r1_zero", "</answer>", EOS) for example in train[:200]):
         assert set(reward_fn(row.text, row.example.ground_truth).values()) == {1}
         assert len(row.response_ids) < 96
 

@@ -766,7 +766,7 @@ def test_a_bos_token_comes_once_and_never_into_a_response():
     tokenizer, bos = tiny.tiny_tokenizer(ng.R1_ZERO_PROMPT), TOKENIZER.encode("~")[0]
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="~ $A", special_tokens=[("~", bos)])
     examples = ng.add_prompts([ng.Example("What is 1 + 2 ?", "3", "so 3")], tokenizer, settings())
-    assert bos not in ng.solution_row(examples[0], tokenizer, "r1_zero").response_ids
+    assert bos not in ng.solution_row(examples[0], tokenizer, "r1_zero", "</answer>", EOS).response_ids
     sampler = ScriptedSampler()
     sampler.tokenizer = tokenizer
     ng.sample(sampler, examples, 1, 0, 0, 8, [ng.END_OF_THOUGHT])
@@ -777,13 +777,13 @@ def test_solutions_are_in_the_format_that_the_prompts_reward_reads_and_end_thems
                 ng.Example("q", "3", " so </think> <answer> 3 </answer>"),
                 ng.Example("q", r"\frac{1}{2}", r"it is \boxed{\frac{1}{2}} .")]
     for example in examples:
-        for prompt in ng.PROMPTS:
-            if prompt == "question_only" and "</think>" in example.trace:
+        for form, stop in [("r1_zero", "</answer>"), ("question_only", None), ("gsm8k", None),
+                           ("last_number", None), ("last_number", "</answer>")]:
+            if form == "question_only" and "</think>" in example.trace:
                 continue
-            row = ng.solution_row(example, TOKENIZER, prompt)
-            reward_fn = rewards.REWARDS[ng.PROMPTS[prompt].reward_fn]
-            assert reward_fn(row.text, example.ground_truth)["reward"] == 1, (prompt, row.text)
-            ended_by = CLOSE if prompt == "r1_zero" else EOS
+            row = ng.solution_row(example, TOKENIZER, form, stop, EOS)
+            assert rewards.REWARDS[form](row.text, example.ground_truth)["reward"] == 1, (form, row.text)
+            ended_by = CLOSE if stop else EOS
             assert row.response_ids[-1] == ended_by and row.advantage == 1.0
             assert TOKENIZER.decode(row.response_ids).removesuffix("<|endoftext|>") == row.text
 
