@@ -2,15 +2,27 @@
 its layers can be computed again in backward."""
 import contextlib
 import functools
+import importlib.util
 
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-def load_policy(path, auto_class):
+def plain_class(path, auto_class):
+    """The class that auto_class would take, from a second copy of its module. vLLM serves some models through
+    the classes of transformers, and changes those: a policy of such a class cannot be built beside it."""
+    from transformers import AutoConfig
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    known = auto_class._model_mapping[type(config)]
+    spec = importlib.util.find_spec(known.__module__)
+    module = importlib.util.module_from_spec(spec)  # not in sys.modules: the first copy stays what it is
+    spec.loader.exec_module(module)
+    return getattr(module, known.__name__)
+
+def load_policy(path, auto_class, is_beside_vllm=False):
     """The model with all its weights, in float32: in bfloat16 a small update rounds back to the old value.
     ValueError names the weights that do not fit: transformers would fill them with random numbers."""
-    misfits = []
+    auto_class, misfits = plain_class(path, auto_class) if is_beside_vllm else auto_class, []
     for key_mapping in (None, {r"^(_orig_mod|module)\.": ""}):  # the prefix of a compiled or wrapped model
         policy, report = auto_class.from_pretrained(path, dtype=torch.float32, trust_remote_code=False,
                                                     output_loading_info=True, key_mapping=key_mapping)
@@ -18,6 +30,7 @@ def load_policy(path, auto_class):
         if not found:
             if key_mapping:
                 print(f"note: --model {path}: the prefix _orig_mod. or module. of its weights was taken off")
+                del policy._weight_conversions  # of that prefix: it cannot be put on again when this is saved
             return policy
         misfits = misfits or found
     raise ValueError(f"its weights do not fit its config: {'; '.join(misfits)}")
