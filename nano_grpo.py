@@ -24,6 +24,7 @@ import functools
 import importlib.metadata
 import inspect
 import json
+import logging
 import math
 import os
 import random
@@ -330,13 +331,13 @@ def load_model(args):
         chat_end, stop = end_of_turn_ids(tokenizer, []) if args.prompt == "chat" else ([], None)
         # the engine first: it takes its share of the memory, and reseeds the global generators
         engine = start_engine(path, args) if wants_vllm(args.sampler, torch.cuda.is_available()) else None
-        policy = load_policy(path, transformers.AutoModelForCausalLM)
+        policy = load_policy(path, transformers.AutoModelForCausalLM, is_beside_vllm=bool(engine))
     except Exception as error:  # of the hub, of the disk, of damaged or foreign weights
         cause = " ".join(str(error).split())[:160]
         if cause.startswith("--"):
             stop_run(cause)
         stop_run(f"--model {path} cannot be loaded ({cause}): give an HF folder, a hub id that this machine "
-                 "can reach, or `tiny`; beside vLLM some architectures need --sampler hf")
+                 "can reach, or `tiny`")
     policy.to(policy_device()).eval()  # no dropout, or old and new log-probs would differ by noise
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
@@ -457,20 +458,27 @@ def start_engine(path, args):
     if args.overlap and is_shared:
         stop_run("--overlap needs two GPUs: on one the engine sleeps while the policy trains; leave it out")
     warnings.filterwarnings("ignore", module="vllm")
-    import vllm._custom_ops
-    vllm._custom_ops._supports_onednn = False  # CPU: no packed weights, so that a push can copy in place
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # at its import it has not read its own level yet
     try:
-        return vllm.LLM(
-            model=path, dtype="bfloat16" if has_cuda else "float32", seed=args.seed,
+        import vllm._custom_ops
+        vllm._custom_ops._supports_onednn = False  # CPU: no packed weights, so that a push can copy in place
+        engine = vllm.LLM(
+            model=path, dtype="bfloat16" if has_cuda else "float32", seed=seed_for(args.seed, "engine"),
             enforce_eager=not has_cuda, max_model_len=args.max_model_len, use_tqdm_on_load=False,
             gpu_memory_utilization=args.gpu_memory_utilization or (0.5 if is_shared else 0.85),
             enable_chunked_prefill=has_cuda,  # on a CPU a seeded request in chunks ends the engine
             enable_sleep_mode=is_shared, generation_config="vllm",  # no sampling defaults of the folder
             logprobs_mode="processed_logprobs")  # of what was sampled from, with temperature
+        engine.generate([{"prompt_token_ids": [0]}], use_tqdm=False)  # some kernels fail only here
+        kinds = engine.apply_model(lambda model: {type(part).__name__.lower() for part in model.modules()})[0]
     except Exception as error:  # of its version, its memory, an architecture that it does not serve
-        cause = " ".join(str(error).split())[:200]
-        stop_run(f"--sampler vllm: vLLM {vllm.__version__} did not start ({cause}): see --max-model-len and "
+        cause = " ".join((str(error) or repr(error)).split("Value error, ")[-1].split())[:200]
+        stop_run(f"--sampler vllm: vLLM did not start ({cause}): see --max-model-len and "
                  "--gpu-memory-utilization, take version 0.32, or --sampler hf")
+    if any("moe" in kind for kind in kinds):
+        stop_run(f"--sampler vllm: {path} is a mixture of experts, which vLLM packs: a push would garble it; "
+                 "take --sampler hf")
+    return engine
 
 class VLLMSampler:
     """Samples with a vLLM engine. `version` is the step whose weights it holds."""
