@@ -1,10 +1,13 @@
 """The tests of model.py and of models that the script meets: `python -m pytest -q test_model.py`.
 
-Ten architectures here; `python test_model.py` tries all of docs/models.md and prints its table.
+Ten architectures here; `python test_model.py` tries all of docs/models.md and prints its table, and
+`python test_model.py vllm` its last column, each with an engine and a process of its own.
 """
 import functools
 import json
+import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ import nano_grpo as ng
 import run
 import tiny
 from test_nano import EOS, TOKENIZER, close, flat, make_row, plain_log_probs, random_policy, settings
+from test_run import needs_vllm
 
 SIZES = dict(
     vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
@@ -27,6 +31,8 @@ SIZES = dict(
     moe_intermediate_size=16, sliding_window=16, logits_scaling=8.0, rotary_dim=4, num_layers=2,
     decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64,
     encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=64, n_inner=64, d_ff=64)
+WIDTHS = """hidden_size intermediate_size head_dim n_embd d_model ffn_dim word_embed_proj_dim n_inner d_ff
+moe_intermediate_size rotary_dim decoder_ffn_dim encoder_ffn_dim""".split()
 TEN = "qwen3 gemma2 cohere granite gpt2 opt bloom mamba lfm2 rwkv".split()
 ALL = TEN + """olmo2 llama qwen2 mistral gemma gemma3_text falcon phi phi3 gpt_neox gptj cohere2
 granitemoe olmo olmo3 stablelm starcoder2 smollm3 mixtral qwen2_moe qwen3_moe qwen3_next glm glm4 exaone4
@@ -34,10 +40,10 @@ nemotron codegen mpt biogpt xglm bart ernie4_5 helium arcee seed_oss hunyuan_v1_
 gpt_bigcode apertus diffllama doge ministral vaultgemma minimax flex_olmo jais2 olmoe phimoe
 granitemoeshared ernie4_5_moe gpt_oss jetmoe hunyuan_v1_moe xlstm""".split()
 
-def small_model(name):
+def small_model(name, **more):
     """A model of that architecture with random weights, large enough to make log-probs that differ."""
     build = transformers.CONFIG_MAPPING[name]
-    sizes = {key: value for key, value in SIZES.items() if hasattr(build(), key)}
+    sizes = {key: value for key, value in (SIZES | more).items() if hasattr(build(), key)}
     if isinstance(getattr(build, "head_dim", None), property):  # it follows from the others
         del sizes["head_dim"]
     config = build(**sizes)
@@ -77,6 +83,47 @@ def gaps(name):
             gap = max(gap, (want - torch.tensor(log_probs)).abs()[2:].max().item() if len(ids) > 2 else 0.0)
     return policy.has_fused_head, sampler.has_cache, *map(max, zip(*errors)), gap
 
+def engine_gaps(name):
+    """-> (largest error of the engine's log-probs as loaded and after a push of other weights, and of the
+    gradient of the policy beside it (relative)). vLLM's attention on a CPU needs heads of width 32."""
+    before = small_model(name, **{key: 4 * SIZES[key] for key in WIDTHS}, vocab_size=len(TOKENIZER))
+    row, errors = make_row([5, 9], [20, 31, 44]), []
+    truth = gradient_of(before, plain_log_probs(before, row, 0.7))
+    with tempfile.TemporaryDirectory() as folder:
+        before.save_pretrained(folder)
+        TOKENIZER.save_pretrained(folder)
+        policy, sampler = ng.load_model(settings("--sampler vllm --temperature 0.7 --model", folder))
+    got = gradient_of(policy, ng.response_log_probs(policy, [row], 0.7)[0])
+    prompts = [[5, 80, 9], list(range(40, 90)), [7]]
+    for version in range(2):
+        sampler.push(policy, version)
+        for prompt, group in zip(prompts, sampler.generate(prompts, 2, 0, 16)):
+            for ids, log_probs, _ in group:
+                want = plain_log_probs(policy, make_row(prompt, ids), 0.7).detach()
+                errors.append((want - torch.tensor(log_probs))[sampler.min_tokens:].abs().max().item())
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.add_(0.05 * torch.randn_like(weight))
+    return max(errors), ((got - truth).norm() / truth.norm()).item()
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["olmo2", "gemma2"])  # served through transformers' class, which it changes
+def test_beside_the_engine_a_policy_is_what_it_is_without(name):
+    log_probs, gradient = engine_gaps(name)
+    assert log_probs < 1e-4 and gradient < 1e-5
+
+@needs_vllm
+@pytest.mark.parametrize("name, more, word", [
+    ("mixtral", {}, "mixture of experts"), ("qwen2", {"hidden_size": 32}, "head_dim=8"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "did not start")])
+def test_a_model_that_the_engine_cannot_serve_is_refused_in_one_line(tmp_path, capsys, name, more, word):
+    small_model(name, **{"hidden_size": 128, "head_dim": 32} | more).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        ng.load_model(settings("--sampler vllm --model", str(tmp_path)))
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("nano_grpo: error") and word in line and "--sampler hf" in line
+
 @pytest.mark.parametrize("name", TEN)
 def test_log_probs_gradients_and_samples_are_those_of_the_models_own_forward(name):
     has_fused_head, has_cache, log_probs, gradients, gap = gaps(name)
@@ -113,6 +160,9 @@ def test_a_known_prefix_of_weights_is_taken_off_and_said(tmp_path, capsys, prefi
     policy, want = load(folder), random_policy(tied=True, dtype=torch.float32)
     assert all(torch.equal(one, two) for one, two in zip(policy.parameters(), want.parameters()))
     assert prefix in capsys.readouterr().out
+    policy.save_pretrained(tmp_path / "trained")  # the end of a run
+    assert load_file(tmp_path / "trained" / "model.safetensors").keys() == want.state_dict().keys() - {
+        "lm_head.weight"}
 
 @pytest.mark.parametrize("change, word", [
     (lambda weights: {name: weights[name] for name in weights if "1.mlp.down" not in name}, "down_proj"),
@@ -186,14 +236,29 @@ def test_nothing_that_stands_in_the_way_of_a_file_is_deleted(tmp_path, capsys):
     assert (tmp_path / "figures" / "mine.txt").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["figures"] and "figures" in capsys.readouterr().err
 
-if __name__ == "__main__":
+def print_table(names):
     print("| architecture | output matrix in tiles | cache | log-probs | gradient | sampler |")
     print("|---|---|---|---|---|---|")
-    for NAME in sys.argv[1:] or sorted(ALL):
+    for name in names:
         try:
-            FUSED, CACHE, *ERRORS = gaps(NAME)
-            CELLS = ["yes" if FUSED else "own forward", "yes" if CACHE else "read anew",
-                     *(f"{error:.0e}" for error in ERRORS)]
+            fused, cache, *errors = gaps(name)
+            cells = ["yes" if fused else "own forward", "yes" if cache else "read anew",
+                     *(f"{error:.0e}" for error in errors)]
         except Exception as error:
-            CELLS = [f"{type(error).__name__}: {' '.join(str(error).split())[:80]}", "", "", "", ""]
-        print("|", " | ".join([NAME, *CELLS]), "|", flush=True)
+            cells = [f"{type(error).__name__}: {' '.join(str(error).split())[:80]}", "", "", "", ""]
+        print("|", " | ".join([name, *cells]), "|", flush=True)
+
+def print_engine_table(names):
+    print("| architecture | vLLM: log-probs, gradient of the policy |")
+    print("|---|---|")
+    for name in names:
+        code = f"import test_model; print(*(f'{{gap:.0e}}' for gap in test_model.engine_gaps({name!r})))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        last = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1:]
+        print("|", name, "|", *(line.split("--sampler vllm: ")[-1] for line in last), "|", flush=True)
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["vllm"]:
+        print_engine_table(sys.argv[2:] or sorted(ALL))
+    else:
+        print_table(sys.argv[1:] or sorted(ALL))
