@@ -1,7 +1,8 @@
 """Data in their many forms -> examples to train on and held-out ones, with no question in both.
 
 A file, a pattern of files, a folder, a hub id or a built-in task; the fields of a record tell its form.
-ValueError, in one line, says what cannot be read, is missing, or is in both.
+ValueError, in one line, says what cannot be read, is missing, or is in both. Last, the form in which
+samples.jsonl keeps the rows of a step.
 """
 import functools
 import glob
@@ -20,6 +21,7 @@ import tiny
 
 FILE_KINDS = ("jsonl", "json", "parquet", "arrow")
 SUMS_QUESTION = "Add {} and {}. Answer with the number."
+SAMPLES_SIZE = 75_000  # bytes of samples.jsonl a step, at most: 15 MB in 200 steps
 HUB_IDS = {"math": "DigitalLearningGmbH/MATH-lighteval", "gsm8k": "openai/gsm8k:main"}  # id:configuration
 
 @dataclass
@@ -185,3 +187,27 @@ def fingerprint(examples):
     """How many, and 16 hex digits that name their questions and ground truths in this order."""
     pairs = json.dumps([(example.question, example.ground_truth) for example in examples])
     return {"questions": len(examples), "sha256": hashlib.sha256(pairs.encode()).hexdigest()[:16]}
+
+@functools.cache
+def token_text(decode, token):
+    """A token id -> its text, with the blank in front that decoders drop where a text begins."""
+    return decode([token, token])[len(decode([token])):]
+
+def with_tokens(records, rows, trained, group_size, decode):
+    """Records of the first rows of a step, with what the step did to them: group, advantage (0 if the row is
+    not among `trained`), and of each token text, log-prob and ratio, if it has one. If they are over
+    SAMPLES_SIZE, groups go until one is left; then tokens and texts are cut."""
+    trained = set(map(id, trained))
+    cut = SAMPLES_SIZE // 25 // min(group_size, len(rows))  # a token takes 25 bytes or so
+    records = [record | {
+        "group": i // group_size, "advantage": row.advantage if id(row) in trained else 0.0,
+        "tokens": [token_text(decode, token) for token in row.response_ids[:cut]],
+        "log_probs": [round(value, 3) for value in (row.sampler_log_probs or [])[:cut]],
+        "ratios": [round(value, 3) for value in (row.ratios or [])[:cut]]}
+        for i, (record, row) in enumerate(zip(records, rows))]
+    while cut and len(json.dumps(records)) > SAMPLES_SIZE:
+        cut = cut if len(records) > group_size else cut * 3 // 4
+        limits = {list: cut, str: 24 * cut}  # a long text stays whole where only its tokens are too many
+        records = [{key: value[:limits[type(value)]] if type(value) in limits else value
+                    for key, value in record.items()} for record in records[:-group_size] or records]
+    return records

@@ -42,7 +42,7 @@ import flags
 import rewards
 import tiny
 from chat import Prompt, chat_prompt_ids, end_of_turn_ids
-from data import Example, fingerprint, load_examples
+from data import Example, fingerprint, load_examples, with_tokens
 from run import Run, Signals, mean, stop_run, stopwatch, write_lines
 
 # --- Advantages and losses. Only methods of tensors, so that --help answers before torch is imported --------
@@ -196,6 +196,7 @@ class Row:
     advantage: float = 1.0
     old_log_probs: list | None = None
     ref_log_probs: list | None = None  # of the frozen copy, for --kl-coef
+    ratios: list | None = None  # to the old policy, when this row was last trained on
 
     def __len__(self):
         return len(self.example.prompt_ids) + len(self.response_ids)
@@ -731,6 +732,8 @@ def microbatch_loss(policy, microbatch, num_rows, num_tokens, args):
     token_loss, is_clipped = LOSSES[args.loss].compute(log_probs, old_log_probs, advantages, mask,
                                                        args.cliprange, args.cliprange_high, args.tau)
     ratio = (log_probs - old_log_probs).detach().exp()
+    for row, values in zip(microbatch, ratio.tolist() if "old_log_probs" in cached else []):
+        row.ratios = values[:len(row.response_ids)]
     sums = {"entropy": entropy.detach(), "clip_fraction": is_clipped,
             "ratio_outside": (ratio < 1 - args.cliprange) | (ratio > 1 + args.cliprange_high)}
     if args.tis_cap is not None:  # truncated importance sampling: the sampler is not quite the old policy
@@ -866,7 +869,8 @@ def response_record(row, tokenizer):
     """A row as an object of samples.jsonl and evaluation.jsonl."""
     return {"prompt": tokenizer.decode(row.example.prompt_ids), "response": row.text,
             "ground_truth": row.example.ground_truth, **row.reward, "length": len(row.response_ids),
-            "finish_reason": "length" if row.truncated else "stop"}
+            "finish_reason": "length" if row.truncated else "stop",
+            "log_prob": mean(row.sampler_log_probs or [])}  # of a token, in nats
 
 # --- Main loop ---------------------------------------------------------------------------------------------
 def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, reward_fn, args):
@@ -883,7 +887,8 @@ def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, 
                 results, rows = evaluate(sampler, held_out, reward_fn, step, args)
             records = [response_record(row, sampler.tokenizer) for row in rows]
             with Signals.hold():  # all three logs or none
-                write_lines(run.folder / "evaluation.jsonl", records)
+                for name in ("evaluation.jsonl", "evaluation-first.jsonl")[:1 if step else 2]:
+                    write_lines(run.folder / name, records)
                 run.log(metrics | results, [] if step else records[:8])
             run.draw(is_last)
         if is_last:
@@ -906,7 +911,9 @@ def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, 
                     sampler, policy, held_out, args.context, args.seed, args.max_engine_gap)
             canary_due = max(canary_due, time.time() + 50 * metrics["time/canary"])  # at most 2 % of the time
             run.state.update(step=step, questions=asked)
-            run.log(metrics, [response_record(row, sampler.tokenizer) for row in rows[:8]])
+            few = rows[:min(64, args.group_size * max(1, 32 // args.group_size))]  # whole groups
+            records = [response_record(row, sampler.tokenizer) for row in few]
+            run.log(metrics, with_tokens(records, few, batch, args.group_size, sampler.tokenizer.decode))
         run.save_checkpoint(only_if_due=True)
 
 def reference_and_optimizer(policy, args):

@@ -362,12 +362,14 @@ def check_run(run_dir, mode, steps):
                              *(f"time/{stage}" for stage in stages.split())}
     assert all(math.isfinite(value or 0) for line in trained + evaluated for value in line.values())
     samples = read_lines(run_dir / "samples.jsonl")
-    assert [sample["step"] for sample in samples] == [step for step in range(steps + 1) for _ in range(8)]
+    assert [sample["step"] for sample in samples] == [step for step in range(steps + 1)
+                                                      for _ in range(32 if step else 8)]
     assert samples[0]["prompt"].endswith("Assistant: <think>") and "What is" in samples[0]["prompt"]
     assert {"response", "ground_truth", "length", "finish_reason"} <= set(samples[0])
-    answers = read_lines(run_dir / "evaluation.jsonl")
-    assert len(answers) == 32 and evaluated[-1]["eval/accuracy"] == run.mean(
-        answer["answer_reward"] for answer in answers)
+    for name, line in (("evaluation-first.jsonl", evaluated[0]), ("evaluation.jsonl", evaluated[-1])):
+        answers = read_lines(run_dir / name)
+        assert len(answers) == 32 and line["eval/accuracy"] == run.mean(
+            answer["answer_reward"] for answer in answers)
     assert (run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG" and not unfinished(run_dir)
     if mode != "eval":
         policy = AutoModelForCausalLM.from_pretrained(run_dir / "model")
@@ -381,8 +383,17 @@ def test_grpo_runs_and_its_folder_is_complete(four_steps):
         assert 0 <= line["train/reward"] <= 1 and line["train/grad_norm"] > 0
         assert line["train/lr"] == flags.PRESETS["tiny"]["lr"]
         assert line["train/entropy"] > 0 and line["train/engine_gap"] is None  # the sampler is the policy
-    prompts = [sample["prompt"] for sample in read_lines(run_dir / "samples.jsonl") if sample["step"]]
-    assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)] and len(set(prompts)) == 8
+    samples = [sample for sample in read_lines(run_dir / "samples.jsonl") if sample["step"]]
+    prompts = [sample["prompt"] for sample in samples]
+    assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)] and len(set(prompts)) == 32
+    assert [sample["group"] for sample in samples[:32]] == [i // 4 for i in range(32)]
+    for sample in samples:  # 16 rows an optimizer step: the ratio of those in the second one has moved
+        assert len(sample["tokens"]) == len(sample["log_probs"]) == sample["length"]
+        assert len(sample["ratios"]) == (sample["length"] if sample["advantage"] else 0)
+        assert sample["response"] == "".join(sample["tokens"])[:len(sample["response"])]
+    assert 0 < sum(bool(set(sample["ratios"]) - {1.0}) for sample in samples[:32]) <= 16
+    dead = [sample["advantage"] for sample in samples if sample["advantage"] == 0]
+    assert abs(sum(sample["advantage"] for sample in samples)) < 1e-3 and 0 < len(dead) < len(samples)
     health = [line for line in output.splitlines() if line.startswith("step")]
     assert len(health) == 7 and "reward" in health[1] and "loss" not in health[1]
     assert all(word in health[1] for word in (
@@ -481,7 +492,7 @@ def checkpoint_step(run_dir):
 def check_same(folder, unbroken):
     """Weights, metrics and samples of two runs, bit for bit; nothing half written is left."""
     one, other = folder / "run", unbroken / "run"
-    for name in ("samples.jsonl", "evaluation.jsonl", "model/model.safetensors"):
+    for name in ("samples.jsonl", "evaluation-first.jsonl", "evaluation.jsonl", "model/model.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     assert metrics_of(one, timeless=True) == metrics_of(other, timeless=True)
     assert not unfinished(one)
