@@ -19,7 +19,8 @@ def chat_text(tokenizer, messages, add_generation_prompt=True):
     import jinja2
 
     def render(turns):
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, tokenize=False)
+        return tokenizer.apply_chat_template(turns, tokenize=False,
+                                             add_generation_prompt=add_generation_prompt)
     if not tokenizer.chat_template:
         raise ValueError(f"--prompt chat: the tokenizer of this model has no chat template: {CURE}")
     system = "\n\n".join(turn["content"] for turn in messages if turn["role"] == "system")

@@ -5,6 +5,7 @@ ValueError, in one line, says what cannot be read, is missing, or is in both. La
 samples.jsonl keeps the rows of a step.
 """
 import functools
+import copy
 import glob
 import hashlib
 import itertools
@@ -21,7 +22,6 @@ import tiny
 
 FILE_KINDS = ("jsonl", "json", "parquet", "arrow")
 SUMS_QUESTION = "Add {} and {}. Answer with the number."
-SAMPLES_SIZE = 75_000  # bytes of samples.jsonl a step, at most: 15 MB in 200 steps
 HUB_IDS = {"math": "DigitalLearningGmbH/MATH-lighteval", "gsm8k": "openai/gsm8k:main"}  # id:configuration
 
 @dataclass
@@ -40,8 +40,8 @@ def sums_records():
     pairs = list(itertools.combinations_with_replacement(range(1, 31), 2))
     pairs = random.Random(1).sample(pairs, len(pairs))
     sums = dict.fromkeys(sum_ for a, b in pairs for sum_ in ((a, b), (b, a)))
-    records = [dict(question=SUMS_QUESTION.format(a, b), ground_truth=str(a + b), trace=f"{a} + {b} = {a + b}")
-               for a, b in sums]
+    records = [dict(question=SUMS_QUESTION.format(a, b), ground_truth=str(a + b),
+                    trace=f"{a} + {b} = {a + b}") for a, b in sums]
     return {"train": records[200:], "test": records[:200]}
 
 BUILT_IN = {**{task: functools.partial(tiny.task_records, task) for task in tiny.TASKS}, "sums": sums_records}
@@ -188,26 +188,38 @@ def fingerprint(examples):
     pairs = json.dumps([(example.question, example.ground_truth) for example in examples])
     return {"questions": len(examples), "sha256": hashlib.sha256(pairs.encode()).hexdigest()[:16]}
 
-@functools.cache
-def token_text(decode, token):
-    """A token id -> its text, with the blank in front that decoders drop where a text begins."""
-    return decode([token, token])[len(decode([token])):]
+class Curriculum:
+    """Which questions come next: that follows from the seed and what was asked before. saved: an old state().
 
-def with_tokens(records, rows, trained, group_size, decode):
-    """Records of the first rows of a step, with what the step did to them: group, advantage (0 if the row is
-    not among `trained`), and of each token text, log-prob and ratio, if it has one. If they are over
-    SAMPLES_SIZE, groups go until one is left; then tokens and texts are cut."""
-    trained = set(map(id, trained))
-    cut = SAMPLES_SIZE // 25 // min(group_size, len(rows))  # a token takes 25 bytes or so
-    records = [record | {
-        "group": i // group_size, "advantage": row.advantage if id(row) in trained else 0.0,
-        "tokens": [token_text(decode, token) for token in row.response_ids[:cut]],
-        "log_probs": [round(value, 3) for value in (row.sampler_log_probs or [])[:cut]],
-        "ratios": [round(value, 3) for value in (row.ratios or [])[:cut]]}
-        for i, (record, row) in enumerate(zip(records, rows))]
-    while cut and len(json.dumps(records)) > SAMPLES_SIZE:
-        cut = cut if len(records) > group_size else cut * 3 // 4
-        limits = {list: cut, str: 24 * cut}  # a long text stays whole where only its tokens are too many
-        records = [{key: value[:limits[type(value)]] if type(value) in limits else value
-                    for key, value in record.items()} for record in records[:-group_size] or records]
-    return records
+    uniform: each once an epoch, in a new order every epoch; easy_to_hard: the same, by falling pass rate;
+    prioritized: drawn with P proportional to 1 - success rate in training so far (Kimi k1.5).
+    """
+    def __init__(self, examples, kind, seed, saved=None):
+        self.examples, self.kind, self.seed = examples, kind, seed
+        self.index = {id(example): i for i, example in enumerate(examples)}
+        self.asked, self.right, self.tried = 0, [0] * len(examples), [0] * len(examples)
+        vars(self).update(copy.deepcopy(saved or {}))  # what the checkpoint says must not change with it
+
+    def take(self, count):
+        """The next `count` examples, as a list."""
+        start, self.asked, size = self.asked, self.asked + count, len(self.examples)
+        if self.kind == "prioritized":
+            weights = [1 - right / max(1, tried) for right, tried in zip(self.right, self.tried)]
+            weights = weights if any(weights) else [1] * size  # all solved: uniform
+            return random.Random(f"{self.seed}-{start}").choices(self.examples, weights, k=count)
+        orders = []
+        for epoch in range(start // size, (self.asked - 1) // size + 1):
+            order = random.Random(f"{self.seed}-{epoch}").sample(self.examples, size)
+            if self.kind == "easy_to_hard":
+                order.sort(key=lambda example: -example.pass_rate)
+            orders += order
+        return orders[start % size:][:count]
+
+    def record(self, rows):
+        """Counts the right ones among scored responses."""
+        for row in rows:
+            self.tried[self.index[id(row.example)]] += 1
+            self.right[self.index[id(row.example)]] += row.reward["answer_reward"] == 1
+
+    def state(self):
+        return dict(asked=self.asked, right=self.right[:], tried=self.tried[:])

@@ -22,8 +22,8 @@ LEADERBOARD = dict(prompt="r1_zero", reward_fn="r1_zero", temperature=1.0, max_t
 MAY_CHANGE = {"max_steps", "max_hours", "eval_every", "sampler", "sampler_batch_size", "microbatch_tokens",
               "gradient_checkpointing", "compile", "keep", "report_to"}  # under --resume
 # What an evaluation of a run's model takes over from that run, unless it is asked on other data.
-AS_IN_THE_RUN = {"prompt", "stop", "reward_fn", "temperature", "eval_temperature", "min_tokens", "eval_dataset",
-                 "seed"}
+AS_IN_THE_RUN = {"prompt", "stop", "reward_fn", "temperature", "eval_temperature", "min_tokens",
+                 "eval_dataset", "seed"}
 
 class Flag:
     """kind: a type, a list of choices, or "on" for a switch. default None: derived from other flags. needs:
@@ -48,7 +48,7 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
         Flag("--dataset", str, None,
              "arithmetic, sort, sums, math, gsm8k, file, folder or hub id[:configuration]"),
         Flag("--eval-dataset", str, None, "held-out data (default: a test split, else --eval-size rows)"),
-        Flag("--prompt", str, "r1_zero", "{prompts} or a file with {question} in it: template, stop, reward"),
+        Flag("--prompt", str, "r1_zero", "{prompts}, or a file with {question} in it"),
         Flag("--stop", str, None, "text that ends a response, such as '\\n' (default: by prompt)"),
         Flag("--reward-fn", str, None, "name in rewards.REWARDS or file:function (default: by prompt)")],
     ("questions", "expert_iteration|grpo"): [
@@ -116,8 +116,9 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
         Flag("--train-batch-size", int, None, "rows of one optimizer step (default: --rollout-batch-size)"),
         Flag("--epochs-per-rollout-batch", int, 1, "passes over each rollout batch"),
         Flag("--microbatch-tokens", int, None,
-             "padded tokens of a forward pass: memory, not the result (default: 16384 with CUDA, else 4096)"),
-        Flag("--gradient-checkpointing", "on", False, "compute layers twice: less memory, slower"),
+             "padded tokens of a pass: memory, not the result (default: what fits on the GPU, or 4096)"),
+        Flag("--gradient-checkpointing", "on", False,
+             "compute layers twice: less memory, slower (on where a GPU needs it)"),
         Flag("--compile", "on", False, "torch.compile the update: up to 1.4 times as fast, after a minute"),
         Flag("--lora-rank", int, None, "train adapters of this rank only, LoRA 2106.09685: less memory"),
         Flag("--lr", float, None, "learning rate of AdamW; with --lora-rank ten times the default"),
@@ -209,7 +210,7 @@ def configure(losses, prompts, given, has_cuda):
         loss=loss, cliprange=cliprange, cliprange_high=high,
         advantage_norm="std" if has_std else "none", train_batch_size=known["rollout_batch_size"],
         loss_aggregation="constant" if known["no_length_norm"] else row.aggregation,
-        max_engine_gap=0.1 if has_cuda else 1e-3, microbatch_tokens=16384 if has_cuda else 4096,
+        max_engine_gap=0.1 if has_cuda else 1e-3, microbatch_tokens=None if has_cuda else 4096,
         stop=prompt.stop, reward_fn=prompt.reward_fn, eval_temperature=known["temperature"])
     args = argparse.Namespace(**{
         key: known[key] if known[key] is not None else derived.get(key) for key in defaults})
@@ -239,15 +240,16 @@ def refuse_sizes(args):
          f"--thinking-budget and --overlong-cache have to be under --max-tokens {budget}: lower them"),
         (args.overlap and args.tis_cap is not None,
          "--tis-cap would do nothing with --overlap, whose ratio is to the sampler already: leave one out"),
-        (args.model == "tiny" and args.prompt == "chat", "--prompt chat needs a --model that was trained to chat, "
-         "such as HuggingFaceTB/SmolLM2-135M-Instruct; tiny was not"),
-        (args.reward_fn is None, f"--prompt {args.prompt} asks for neither </answer> nor \\boxed: add --reward-fn, "
-         "and --stop where a text ends the answer"),
+        (args.model == "tiny" and args.prompt == "chat",
+         "--prompt chat needs a --model that can chat, such as HuggingFaceTB/SmolLM2-135M-Instruct"),
+        (args.reward_fn is None, f"--prompt {args.prompt} asks for neither </answer> nor \\boxed: add "
+         "--reward-fn, and --stop where a text ends the answer"),
         (args.eval_samples > 1 and args.eval_temperature == 0, "--eval-samples would be equal at "
          "--eval-temperature 0: leave one out"),
-        (args.eval_samples > 1 and args.thinking_budget, "--eval-samples and --thinking-budget: leave one out"),
-        (args.lora_rank and args.kl_ref_every, "--kl-ref-every needs a copy of the policy, and with --lora-rank "
-         "the model without adapters takes its place: leave one out"),
+        (args.eval_samples > 1 and args.thinking_budget,
+         "--eval-samples and --thinking-budget do not go together: leave one out"),
+        (args.lora_rank and args.kl_ref_every, "--kl-ref-every renews a copy of the policy, and with "
+         "--lora-rank the model without adapters takes its place: leave one out"),
         (args.lora_rank and not find_spec("peft"), "--lora-rank: pip install peft"),
         (args.min_tokens > budget, f"--min-tokens is over --max-tokens {budget}: lower it")]:
         if is_bad:

@@ -7,7 +7,7 @@ beside the same update under fake tensors. Here gb is GiB, 2^30 bytes, as torch 
 from typing import NamedTuple
 
 GB = 2**30
-SPARE = 0.9           # of a card's memory is planned with; the rest is for fragmentation and what is not known
+SPARE = 0.9           # of a card's memory is planned with; the rest is for fragmentation and the unknown
 CONTEXT_GB = 0.6      # CUDA's context, cuBLAS workspaces
 ASLEEP_GB = 0.9       # what a sleeping engine keeps
 ENGINE_WORK_GB = 3.0  # of an awake one beside weights and cache: CUDA graphs, a prefill, logits of its rows
@@ -76,14 +76,14 @@ def update_peak(model, tokens, gradient_checkpointing=False, lora_rank=None, cop
     layer = 26 * hidden + 4 * queries + 4 * keys + 8 * inner
     if lora_rank:
         layer = 18 * hidden + 6 * queries + 4 * keys + 8 * inner + 14 * lora_rank
-    # The output matrix in tiles: logits and their gradient, two tiles at a time, each in float32 and bfloat16;
-    # hidden states and their gradient in float32.
+    # The output matrix in tiles: logits and their gradient, two tiles at a time, each in float32 and
+    # bfloat16; hidden states and their gradient in float32.
     head = 12 * HEAD_TILE + 22 * hidden
     head_gradient = 0 if lora_rank else 4 * model.head
     if not gradient_checkpointing:
         return lasting + 2 * model.matrices + head_gradient + tokens * (model.layers * layer + head)
-    # The inputs of the layers, and one layer after the other computed again, with the gradients inside it; or,
-    # at the very end, the gradient of a tied output matrix, that of the embedding, and their sum.
+    # The inputs of the layers, and one layer after the other computed again, with the gradients inside it;
+    # or, at the very end, the gradient of a tied output matrix, that of the embedding, and their sum.
     again = tokens * (4 * hidden * model.layers + max(head, layer + 4 * inner + 12 * hidden))
     again += 2 * model.matrices // model.layers
     return lasting + head_gradient + max(again, 2 * head_gradient + tokens * 24 * hidden)
@@ -96,8 +96,8 @@ def engine_least(model, context):
 def plan(config, memory_gb, num_gpus, *, microbatch_tokens=None, gradient_checkpointing=None, lora_rank=None,
          gpu_memory_utilization=None, max_tokens=1024, max_model_len=None, has_engine=True, copies=0,
          sampler_batch_size=256, advise=True):
-    """-> the Plan for a transformers config (or its Sizes) and GPUs of memory_gb each. What is not None is kept, and the rest
-    is fitted round it. copies: frozen float32 copies of the model (--kl-coef without LoRA)."""
+    """-> the Plan for a transformers config (or its Sizes) and GPUs of memory_gb each. What is not None is
+    kept, and the rest is fitted round it. copies: frozen float32 copies of the model (--kl-coef)."""
     model = config if isinstance(config, Sizes) else sizes(config)
     is_shared = has_engine and num_gpus == 1
     room, row = SPARE * memory_gb - CONTEXT_GB, max_tokens + PROMPT  # a row is never split
@@ -107,7 +107,8 @@ def plan(config, memory_gb, num_gpus, *, microbatch_tokens=None, gradient_checkp
     if has_engine:  # awake: on its own GPU, or beside the weights and Adam's states of the trainer
         engine = min(0.5 * memory_gb, room - between) if is_shared else 0.85 * memory_gb
         engine = gpu_memory_utilization * memory_gb if gpu_memory_utilization else engine
-        rollout, least = engine + between * is_shared, engine_least(model, max_model_len or model.context) / GB
+        rollout = engine + between * is_shared
+        least = engine_least(model, max_model_len or model.context) / GB
     else:  # the hf sampler: weights, keys and values in bfloat16, logits of its rows in float32 and float64
         cache = sampler_batch_size * (4 * model.keys * model.layers * row + 32 * model.vocabulary)
         rollout, least = between + (2 * model.matrices + cache) / GB, 0.0
@@ -135,8 +136,8 @@ def describe(known, memory_gb, between, rollout, least):
         f" --lora-rank {known.lora_rank}" if known.lora_rank else "")
     if known.fits:
         engine = f", {known.engine_gb:.1f} of them the engine" if known.engine_gb else ""
-        return (f"memory: of {memory_gb:.1f} GiB an update takes {known.predicted_peak_gb:.1f} at most, a rollout "
-                f"{rollout:.1f}{engine}: {how}")
+        return (f"memory: of {memory_gb:.1f} GiB an update takes {known.predicted_peak_gb:.1f} at most, a "
+                f"rollout {rollout:.1f}{engine}: {how}")
     what = f"an update takes {known.predicted_peak_gb:.1f}, a rollout {rollout:.1f} GiB"
     if least > known.engine_gb:
         what = (f"vLLM needs {least:.1f} GiB and gets {max(0, known.engine_gb):.1f} beside {between:.1f} of "
@@ -152,3 +153,36 @@ def advice(model, memory_gb, num_gpus, lora_rank, more):
     fitting = [name for name, card, count, rank, changes in ways
                if plan(model, card, count, lora_rank=rank, advise=False, **(more | changes)).fits]
     return f"{' or '.join(fitting[:2]) or 'a smaller model'} would fit"
+
+def plan_for_cuda(config, args, has_engine):
+    """-> the Plan for the GPUs of this machine; what it chooses goes into args."""
+    import torch
+    memory = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    known = plan(
+        config, min(memory) / GB, len(memory), microbatch_tokens=args.microbatch_tokens,
+        gradient_checkpointing=args.gradient_checkpointing or None, lora_rank=args.lora_rank,
+        gpu_memory_utilization=args.gpu_memory_utilization, max_tokens=args.max_tokens,
+        max_model_len=args.max_model_len, copies=int(bool(args.kl_coef and not args.lora_rank)),
+        sampler_batch_size=args.sampler_batch_size, has_engine=has_engine)
+    for key in ("microbatch_tokens", "gradient_checkpointing", "gpu_memory_utilization"):
+        setattr(args, key, getattr(known, key))
+    return known
+
+class OutOfMemory(RuntimeError):
+    """A single row does not fit into the memory of the policy's device."""
+
+def fit_in_memory(compute, rows, args):
+    """compute(), again and again with half of args.microbatch_tokens while memory runs out: the split into
+    microbatches changes no result. OutOfMemory if one of the rows does not fit alone."""
+    import torch
+    while True:
+        try:
+            return compute()
+        except torch.OutOfMemoryError:
+            longest = max(map(len, rows))
+        torch.cuda.empty_cache()  # only here have the tensors of the pass gone with the error
+        if args.microbatch_tokens <= longest:
+            raise OutOfMemory(f"a row of {longest} tokens does not fit into memory: --resume with "
+                              "--gradient-checkpointing, or begin with --lora-rank 32 or lower --max-tokens")
+        args.microbatch_tokens //= 2
+        print(f"note: out of memory; on with --microbatch-tokens {args.microbatch_tokens}")

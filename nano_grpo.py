@@ -18,7 +18,6 @@ Left out: a value network (the group is the baseline), a reward model (the grade
 Shapes: P prompts, G = group_size, B rows (P * G), S prompt + response, T longest response, V vocabulary.
 A response_mask is 1 on response tokens and 0 elsewhere. Log-probs and entropies are in nats.
 """
-import contextlib
 import copy
 import functools
 import importlib.metadata
@@ -42,7 +41,9 @@ import flags
 import rewards
 import tiny
 from chat import Prompt, chat_prompt_ids, end_of_turn_ids
-from data import Example, fingerprint, load_examples, with_tokens
+from data import Curriculum, Example, fingerprint, load_examples
+from memory import OutOfMemory, fit_in_memory, plan_for_cuda
+from records import chunks, evaluation_metrics, is_dead, response_record, rollout_metrics, sample_records
 from run import Run, Signals, mean, stop_run, stopwatch, write_lines
 
 # --- Advantages and losses. Only methods of tensors, so that --help answers before torch is imported --------
@@ -246,42 +247,6 @@ def solution_rows(examples, sampler, args):
     return [solution_row(example, sampler.tokenizer, form, sampler.stop, sampler.eos_ids[0])
             for example in examples]
 
-class Curriculum:
-    """Which questions come next: that follows from the seed and what was asked before. saved: an old state().
-
-    uniform: each once an epoch, in a new order every epoch; easy_to_hard: the same, by falling pass rate;
-    prioritized: drawn with P proportional to 1 - success rate in training so far (Kimi k1.5).
-    """
-    def __init__(self, examples, kind, seed, saved=None):
-        self.examples, self.kind, self.seed = examples, kind, seed
-        self.index = {id(example): i for i, example in enumerate(examples)}
-        self.asked, self.right, self.tried = 0, [0] * len(examples), [0] * len(examples)
-        vars(self).update(copy.deepcopy(saved or {}))  # what the checkpoint says must not change with it
-
-    def take(self, count):
-        """The next `count` examples, as a list."""
-        start, self.asked, size = self.asked, self.asked + count, len(self.examples)
-        if self.kind == "prioritized":
-            weights = [1 - right / max(1, tried) for right, tried in zip(self.right, self.tried)]
-            weights = weights if any(weights) else [1] * size  # all solved: uniform
-            return random.Random(f"{self.seed}-{start}").choices(self.examples, weights, k=count)
-        orders = []
-        for epoch in range(start // size, (self.asked - 1) // size + 1):
-            order = random.Random(f"{self.seed}-{epoch}").sample(self.examples, size)
-            if self.kind == "easy_to_hard":
-                order.sort(key=lambda example: -example.pass_rate)
-            orders += order
-        return orders[start % size:][:count]
-
-    def record(self, rows):
-        """Counts the right ones among scored responses."""
-        for row in rows:
-            self.tried[self.index[id(row.example)]] += 1
-            self.right[self.index[id(row.example)]] += row.reward["answer_reward"] == 1
-
-    def state(self):
-        return dict(asked=self.asked, right=self.right[:], tried=self.tried[:])
-
 def filter_questions(examples, sampler, reward_fn, path, args):
     """--difficulty-filter and --guessable-filter -> the examples that stay. `path` keeps the rates."""
     if not path.exists():
@@ -306,16 +271,9 @@ def seed_for(seed, purpose, step=0):
     """A seed for each purpose and step, so that a resumed run samples what an unbroken one would have."""
     return zlib.crc32(f"{seed}-{purpose}-{step}".encode())
 
-def chunks(items, size):
-    """A list cut into lists of `size`, the last one perhaps shorter: groups, batches."""
-    return [items[start:start + size] for start in range(0, len(items), size)]
-
 # --- Policy, sampler, push ---------------------------------------------------------------------------------
 class PushError(RuntimeError):
     """The sampler does not have the weights it should have."""
-
-class OutOfMemory(RuntimeError):
-    """A single row does not fit into the memory of the policy's device."""
 
 def policy_device():
     return "cuda:1" if torch.cuda.device_count() > 1 else "cuda" if torch.cuda.is_available() else "cpu"
@@ -325,20 +283,23 @@ def load_model(args):
     import transformers
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    path = args.model
+    path, has_cuda = args.model, torch.cuda.is_available()
+    has_engine = wants_vllm(args.sampler, has_cuda)
     try:
         path = str(tiny.warm_start(args.dataset, R1_ZERO_PROMPT)) if path == "tiny" else path
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         chat_end, stop = end_of_turn_ids(tokenizer, []) if args.prompt == "chat" else ([], None)
+        if has_cuda and args.mode != "eval":
+            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+            plan = plan_for_cuda(config, args, has_engine)
+            (print if plan.fits else stop_run)(plan.about)
         # the engine first: it takes its share of the memory, and reseeds the global generators
-        engine = start_engine(path, args) if wants_vllm(args.sampler, torch.cuda.is_available()) else None
-        policy = load_policy(path, transformers.AutoModelForCausalLM, is_beside_vllm=bool(engine))
+        engine = start_engine(path, args) if has_engine else None
+        policy = load_policy(path, transformers.AutoModelForCausalLM, is_beside_vllm=has_engine)
     except Exception as error:  # of the hub, of the disk, of damaged or foreign weights
-        cause = " ".join(str(error).split())[:160]
-        if cause.startswith("--"):
-            stop_run(cause)
-        stop_run(f"--model {path} cannot be loaded ({cause}): give an HF folder, a hub id that this machine "
-                 "can reach, or `tiny`")
+        cause = " ".join(str(error).split())
+        stop_run(cause if cause.startswith("--") else f"--model {path} cannot be loaded ({cause[:160]}): "
+                 "give an HF folder, a hub id that this machine can reach, or `tiny`")
     policy.to(policy_device()).eval()  # no dropout, or old and new log-probs would differ by noise
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
@@ -606,10 +567,6 @@ def shape_rewards(group, step, args):
             reward += args.language_reward * rewards.language_consistency(row.text.split("</think>")[0])
         row.reward["shaped"] = 0.0 if row.truncated and args.truncated == "zero" else reward
 
-def is_dead(group):
-    """True if all shaped rewards of a group of rows are equal: it teaches nothing."""
-    return len({row.reward["shaped"] for row in group}) == 1
-
 def roll_out(sampler, questions, reward_fn, args, step, version):
     """The rows of a step: sampled with the weights of step `version`, graded, with their advantages. ->
     (all rows, rows to train on, metrics, state of the questions). --dynamic-sampling: again, with new
@@ -649,19 +606,6 @@ def rows_to_train_on(rows, args):
         row.advantage = advantage
     return [row for row in rows if not (row.truncated and args.truncated == "mask")]
 
-def rollout_metrics(rows, group_size):
-    """Means over all rollouts of a step, before any is dropped. Lengths in tokens."""
-    right = [row.reward["answer_reward"] == 1 for row in rows]
-    lengths = [len(row.response_ids) for row in rows]
-    return {"train/reward": mean(row.reward["reward"] for row in rows), "train/answer_reward": mean(right),
-            "train/format_reward": mean(row.reward["format_reward"] for row in rows),
-            "train/length": mean(lengths), "train/tokens": sum(map(len, rows)),
-            "train/length_right": mean(length for length, ok in zip(lengths, right) if ok),
-            "train/length_wrong": mean(length for length, ok in zip(lengths, right) if not ok),
-            "train/dead_groups": mean(map(is_dead, chunks(rows, group_size))),
-            "train/truncated": mean(row.truncated for row in rows),
-            "train/grader_errors": rewards.STATS["errors"] + rewards.STATS["timeouts"]}
-
 # --- Log-probs ---------------------------------------------------------------------------------------------
 def pad(lists, value=0, side="right"):
     """Lists of numbers -> a tensor (len(lists), longest)."""
@@ -697,21 +641,6 @@ def microbatches(rows, token_budget):
         count = max(1, min(near, token_budget // len(rows[0])))
         yield rows[:count]
         rows = rows[count:]
-
-def fit_in_memory(compute, rows, args):
-    """compute(), again and again with half of args.microbatch_tokens while memory runs out: the split into
-    microbatches changes no result. OutOfMemory if one of the rows does not fit alone."""
-    while True:
-        try:
-            return compute()
-        except torch.OutOfMemoryError:
-            longest = max(map(len, rows))
-        torch.cuda.empty_cache()  # only here have the tensors of the pass gone with the error
-        if args.microbatch_tokens <= longest:
-            raise OutOfMemory(f"a row of {longest} tokens does not fit into memory: --resume with "
-                              "--gradient-checkpointing, or begin with --lora-rank 32 or lower --max-tokens")
-        args.microbatch_tokens //= 2
-        print(f"note: out of memory; on with --microbatch-tokens {args.microbatch_tokens}")
 
 @torch.no_grad()
 def cache_log_probs(policy, rows, key, token_budget, temperature, is_compiled=False):
@@ -828,27 +757,11 @@ def evaluate(sampler, held_out, reward_fn, step, args):
     rows = ask(held_out, max_tokens=args.thinking_budget or args.max_tokens)
     if args.thinking_budget:
         keep_to_budget(rows, ask, sampler, args)
-    right = [row.reward["answer_reward"] for row in grade_rows(rows, reward_fn)]
+    grade_rows(rows, reward_fn)
     if 0 < rewards.STATS["errors"] == rewards.STATS["graded"]:  # since the start of the program
         error = rewards.STATS["last_error"]
         stop_run(f"--reward-fn {args.reward_fn} failed on every response ({error[:100]}): mend it")
-    shares = list(map(mean, chunks(right, n)))  # of each question
-    accuracy = mean(shares)
-    variance = mean((share - accuracy) ** 2 for share in shares)  # with one answer that of a share
-    metrics = {"eval/accuracy": accuracy, "eval/stderr": (variance / len(shares)) ** 0.5,
-               "eval/format_reward": mean(row.reward["format_reward"] for row in rows),
-               "eval/length": mean(len(row.response_ids) for row in rows)}
-    for k in sorted({2**i for i in range(n.bit_length())} | {n}) if n > 1 else []:
-        metrics[f"eval/pass@{k}"] = mean(pass_at_k(n, some.count(1), k) for some in chunks(right, n))
-    if n > 1:
-        metrics[f"eval/maj@{n}"] = mean(rewards.majority_is_right(
-            [row.text for row in group], [row.reward["answer_reward"] == 1 for row in group], args.reward_fn)
-            for group in chunks(rows, n))
-    return metrics, rows
-
-def pass_at_k(n, right, k):
-    """The chance that one of k of n answers is right, if `right` of the n are (Chen et al. 2021, eq. 1)."""
-    return 1 - math.comb(n - right, k) / math.comb(n, k)
+    return evaluation_metrics(rows, n, args.reward_fn), rows
 
 def keep_to_budget(rows, ask, sampler, args):
     """Holds the thoughts of rows to --thinking-budget tokens, in place. One that ends before is made to go
@@ -864,13 +777,6 @@ def keep_to_budget(rows, ask, sampler, args):
                    max_tokens=tokens if closes else args.thinking_budget)
         for i, row in zip(picked, more):
             rows[i] = row
-
-def response_record(row, tokenizer):
-    """A row as an object of samples.jsonl and evaluation.jsonl."""
-    return {"prompt": tokenizer.decode(row.example.prompt_ids), "response": row.text,
-            "ground_truth": row.example.ground_truth, **row.reward, "length": len(row.response_ids),
-            "finish_reason": "length" if row.truncated else "stop",
-            "log_prob": mean(row.sampler_log_probs or [])}  # of a token, in nats
 
 # --- Main loop ---------------------------------------------------------------------------------------------
 def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, reward_fn, args):
@@ -911,13 +817,11 @@ def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, 
                     sampler, policy, held_out, args.context, args.seed, args.max_engine_gap)
             canary_due = max(canary_due, time.time() + 50 * metrics["time/canary"])  # at most 2 % of the time
             run.state.update(step=step, questions=asked)
-            few = rows[:min(64, args.group_size * max(1, 32 // args.group_size))]  # whole groups
-            records = [response_record(row, sampler.tokenizer) for row in few]
-            run.log(metrics, with_tokens(records, few, batch, args.group_size, sampler.tokenizer.decode))
+            run.log(metrics, sample_records(rows, batch, args.group_size, sampler.tokenizer))
         run.save_checkpoint(only_if_due=True)
 
 def reference_and_optimizer(policy, args):
-    """-> (the frozen copy of --kl-coef, or None; AdamW). With LoRA the policy without adapters is that copy."""
+    """-> (what --kl-coef holds on to, or None; AdamW). With LoRA it is the policy without its adapters."""
     reference = None
     if args.kl_coef:
         reference = policy if args.lora_rank else copy.deepcopy(policy).requires_grad_(False)
@@ -961,7 +865,11 @@ def train(run, args, reward_fn):
     run.write_result(**known)
 
 def main(given):
-    args = configure(given, torch.cuda.is_available())
+    has_cuda = torch.cuda.is_available()
+    if torch.version.cuda and not has_cuda and Path("/dev/nvidia0").exists():
+        print(f"note: torch {torch.__version__} cannot use the GPU that is here: CUDA {torch.version.cuda} "
+              "needs an NVIDIA driver of version 580 or newer; on with the CPU")
+    args = configure(given, has_cuda)
     try:
         reward_fn = rewards.load_reward_fn(args.reward_fn)
     except ValueError as error:

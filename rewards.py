@@ -571,20 +571,6 @@ REWARDS = {"r1_zero": r1_zero_reward_fn, "question_only": question_only_reward_f
            "sort_positions": sort_positions_reward_fn, "sort_inclusion": sort_inclusion_reward_fn,
            "sort_repaired": sort_repaired_reward_fn}
 
-ANSWERS = {"question_only": last_boxed, "gsm8k": gsm8k_answer, "last_number": last_number}
-
-def majority_is_right(responses, is_right, name):
-    """maj@n: whether the answer that most of the responses to a question give is right. Answers are the same
-    where the grader says so; the first of two that are as frequent wins. name: of the reward function."""
-    classes = []  # [answer, right, votes]
-    for answer, right in zip(map(ANSWERS.get(name, r1_zero_answer), responses), is_right, strict=True):
-        same = [one for one in classes if one[1] == right and (right or is_equal(answer, one[0]))]
-        if same:
-            same[0][2] += 1
-        elif right or answer:
-            classes.append([answer, right, 1])
-    return max(classes, key=lambda one: one[2])[1] if classes else False
-
 @functools.cache
 def load_module(place):
     """A Python file by its path, so that a user's rewards.py is not this module; else a module by name."""

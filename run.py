@@ -29,7 +29,7 @@ HEALTH = [  # the health line: metric, label, format
     ("eval/stderr", "+-", ".1%"), ("eval/format_reward", "format", ".2f"), ("eval/length", "length", ".0f"),
     *((f"time/{stage}", stage, ".1f") for stage in ("rollout", "reward", "update", "push", "canary", "eval"))]
 MAX_BAD_STEPS = 3  # in a row, before the run stops
-SCRIPTS = [f"{name}.py" for name in "nano_grpo rewards algebra data figures flags model run tiny".split()]
+SCRIPTS = [path.name for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_")]
 
 def stop_run(message):
     """Ends the program with exit code 2 and one line that names the flag or file and the cure."""
