@@ -3,6 +3,7 @@
 Ten architectures here; `python test_model.py` tries all of docs/models.md and prints its table, and
 `python test_model.py vllm` its last column, each with an engine and a process of its own.
 """
+import copy
 import functools
 import json
 import subprocess
@@ -256,6 +257,107 @@ def print_engine_table(names):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         last = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1:]
         print("|", name, "|", *(line.split("--sampler vllm: ")[-1] for line in last), "|", flush=True)
+
+# --- LoRA --------------------------------------------------------------------------------------------------
+def adapted_policy(seed=0, is_random=True):
+    """A random policy with adapters; is_random: with some that change it."""
+    policy = random_policy(seed)
+    model.add_adapters(policy, 4, seed)
+    if is_random:
+        torch.manual_seed(seed + 1)
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.02)
+    return policy
+
+def lora_rows():
+    return [ng.Row(ng.Example("q", "a", None, [5, 6, 7]), [8, 9], advantage=1.0),
+            ng.Row(ng.Example("q", "a", None, [3]), [12, 13, 14], advantage=-0.5)]
+
+def test_new_adapters_change_no_log_prob_and_only_they_are_trained():
+    pytest.importorskip("peft")
+    plain, policy = random_policy(), adapted_policy(is_random=False)
+    want, got = (ng.response_log_probs(one, lora_rows(), 0.7)[0] for one in (plain, policy))
+    assert torch.equal(got, want)
+    taught = {name.rpartition(".lora_")[0] for name, weight in policy.named_parameters()
+              if weight.requires_grad}
+    assert taught == {f"model.layers.{i}.{name}" for i in range(2) for name in (
+        *(f"self_attn.{one}_proj" for one in "qkvo"), *(f"mlp.{one}_proj" for one in ("gate", "up", "down")))}
+
+def test_merged_weights_are_the_policy_under_the_names_of_the_model_as_loaded():
+    pytest.importorskip("peft")
+    policy, merged = adapted_policy(), random_policy(seed=5)
+    weights = dict(model.merged_weights(policy))
+    assert list(weights) == list(merged.state_dict())
+    merged.load_state_dict(weights)
+    want, got = (ng.response_log_probs(one, lora_rows(), 1.0)[0] for one in (policy, merged))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    plain = ng.response_log_probs(random_policy(), lora_rows(), 1.0)[0]
+    assert (plain - want).abs().max() > 1e-3  # the adapters do something
+    with model.without_adapters(policy):
+        assert torch.equal(ng.response_log_probs(policy, lora_rows(), 1.0)[0], plain)
+    assert torch.equal(ng.response_log_probs(policy, lora_rows(), 1.0)[0], want)
+
+def test_the_gradient_of_adapters_is_that_of_the_full_model_projected_onto_them():
+    """dL/dB = 32 / rank dL/dW A^T, dL/dA = 32 / rank B^T dL/dW."""
+    pytest.importorskip("peft")
+    policy, full, args = adapted_policy(), random_policy(), settings("--max-grad-norm 1e9")
+    full.load_state_dict(dict(model.merged_weights(policy)))
+    for one in (policy, full):
+        taught = [weight for weight in one.parameters() if weight.requires_grad]
+        ng.train_step(one, torch.optim.SGD(taught, lr=0.0), lora_rows(), args)
+    for name, layer in policy.named_modules():
+        if hasattr(layer, "get_delta_weight"):
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            whole = full.get_submodule(name).weight.grad
+            torch.testing.assert_close(b.grad, 8 * whole @ a.T, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(a.grad, 8 * b.T @ whole, rtol=1e-6, atol=1e-9)
+
+# --- A push is compared ------------------------------------------------------------------------------------
+class Engine:
+    """What a VLLMSampler asks of vLLM: a model in bfloat16 with one fused matrix. `loads` copies a weight."""
+    def __init__(self, policy, loads):
+        self.model, self.loads = copy.deepcopy(policy).to(torch.bfloat16), loads
+        self.model.load_weights = self.load_weights
+        self.model.model.layers[0].self_attn.q_proj.weight.data *= 2  # stands for one that is kept otherwise
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            if self.loads(name):
+                self.model.get_parameter(name).data.copy_(weight)
+
+    def apply_model(self, function):
+        return [function(self.model)]
+
+    def reset_prefix_cache(self):
+        return True
+
+@pytest.mark.parametrize("kept", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight",
+                                  "model.embed_tokens.weight", "lm_head.weight"])
+def test_a_push_that_is_one_step_stale_in_bfloat16_is_caught_in_every_weight(kept):
+    """At small learning rates few weights change in bfloat16, and log-probs do not tell."""
+    policy, stale = random_policy(), []
+    engine = Engine(policy, lambda name: name not in stale)
+    sampler = ng.VLLMSampler(engine, policy, None, [EOS], None, 1.0, 0)
+    sampler.push(policy, 0)
+    with torch.no_grad():
+        policy.get_parameter(kept).view(-1)[3] *= 1.01  # a step of a hundredth in one number
+    sampler.push(policy, 1)
+    assert sampler.version == 1
+    stale.append(kept)
+    with torch.no_grad():
+        policy.get_parameter(kept).view(-1)[3] *= 1.01
+    with pytest.raises(ng.PushError, match="does not hold the new"):
+        sampler.push(policy, 2)
+    assert sampler.version is None
+
+def test_a_weight_that_the_engine_keeps_in_another_form_is_not_compared():
+    policy = random_policy()
+    engine = Engine(policy, lambda name: "q_proj" not in name)
+    sampler = ng.VLLMSampler(engine, policy, None, [EOS], None, 1.0, 0)
+    assert "model.layers.0.self_attn.q_proj.weight" not in sampler.unfused
+    assert "model.layers.1.self_attn.q_proj.weight" in sampler.unfused
+    sampler.push(policy, 1)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["vllm"]:

@@ -738,6 +738,75 @@ def test_logits_and_labels_are_not_off_by_one():
     wrong = ng.response_log_probs(policy, [make_row([10], [12, 13])], 1.0)[0][0]
     assert wrong[0] < -50 and wrong[1] > -1e-4
 
+# --- Memory and learning rate ------------------------------------------------------------------------------
+def fail_once(monkeypatch, owner, name, call):
+    """The `call`-th call (from 1) of owner.name runs out of memory."""
+    function, calls = getattr(owner, name), []
+
+    def failing(*arguments, **named):
+        calls.append(1)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(*arguments, **named)
+    monkeypatch.setattr(owner, name, failing)
+
+@pytest.mark.parametrize("owner, name, call", [
+    (ng, "response_log_probs", 1), (ng, "response_log_probs", 3), (torch.Tensor, "backward", 1),
+    (torch.Tensor, "backward", 2), (torch.optim.AdamW, "step", 1), (ng, "cache_log_probs", 1),
+    (torch.nn.utils, "clip_grad_norm_", 1)])
+def test_running_out_of_memory_halves_the_budget_and_changes_no_number(monkeypatch, capsys, owner, name, call):
+    argv = ("--rollout-batch-size 12 --group-size 4 --train-batch-size 12 --kl-coef 0.1 "
+            "--epochs-per-rollout-batch 2 --max-tokens 6 --microbatch-tokens")
+    results = []
+    for budget in (12, 24):  # the smaller one from the start, and a larger one that fails
+        policy, rows, args = random_policy(), many_rows(12), settings(argv, str(budget))
+        optimizer = torch.optim.AdamW(policy.parameters())
+        if budget == 24:
+            fail_once(monkeypatch, owner, name, call)
+        metrics = ng.update(policy, random_policy(1), optimizer, rows, 1, args)
+        moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
+        results.append((flat(policy.parameters()), flat(moments), metrics, args.microbatch_tokens))
+    assert capsys.readouterr().out.count("on with --microbatch-tokens 12") == 1
+    for early, late in zip(*results):
+        assert torch.equal(early, late) if torch.is_tensor(early) else early == late
+
+def test_a_row_that_does_not_fit_alone_ends_the_run(monkeypatch):
+    policy, args = random_policy(), settings("--rollout-batch-size 4 --group-size 4 --microbatch-tokens 64")
+    monkeypatch.setattr(ng, "response_log_probs", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    with pytest.raises(ng.OutOfMemory, match="a row of 5 tokens"):
+        ng.update(policy, None, torch.optim.AdamW(policy.parameters()), many_rows(4), 1, args)
+    assert args.microbatch_tokens == 4
+
+@pytest.mark.parametrize("argv, want", [
+    ("", [2, 2, 2, 2, 2, 2, 2, 2]), ("--warmup-steps 4", [.5, 1, 1.5, 2, 2, 2, 2, 2]),
+    ("--lr-decay", [2, 1.75, 1.5, 1.25, 1, .75, .5, .25]),
+    ("--warmup-steps 4 --lr-decay", [.5, 1, 1.5, 2, 2, 1.5, 1, .5])])
+def test_the_learning_rate_rises_over_the_warmup_and_falls_until_the_last_step(argv, want):
+    args = settings("--lr 2 --max-steps 8", argv)
+    close([ng.learning_rate(step, args) for step in range(1, 9)], want)
+    policy = random_policy()
+    optimizer = torch.optim.AdamW(policy.parameters())
+    assert ng.update(policy, None, optimizer, make_rows(), 3, args)["train/lr"] == want[2]
+    assert optimizer.param_groups[0]["lr"] == want[2]
+
+def test_lora_has_ten_times_the_learning_rate_unless_one_is_given(capsys):
+    pytest.importorskip("peft")
+    assert settings("--lora-rank 8").lr == 10 * settings().lr == 5e-3
+    assert settings("--lora-rank 8 --lr 1e-4").lr == 1e-4
+    assert "--kl-ref-every" in one_line(
+        capsys, lambda: settings("--lora-rank 8 --kl-coef 0.1 --kl-ref-every 5"))
+
+def test_gradients_are_freed_after_the_update_and_the_head_never_waits_for_a_gpu():
+    policy = random_policy()
+    ng.update(policy, None, torch.optim.AdamW(policy.parameters()), make_rows(), 1, settings())
+    assert all(weight.grad is None for weight in policy.parameters())
+    from torch._subclasses import FakeTensorMode
+    with FakeTensorMode():  # an operation whose shape or branch follows from data, and so waits, raises here
+        hidden, weight = (torch.zeros(size, 8, requires_grad=True) for size in (5, 1300))
+        log_probs, entropy = model.TiledHead.apply(hidden, weight, torch.zeros(5, dtype=torch.long), torch.float32)
+        (log_probs + entropy).sum().backward()
+        assert weight.grad.shape == (1300, 8)
+
 # --- Prompts and tokens ------------------------------------------------------------------------------------
 def test_prompt_is_the_r1_zero_text_byte_for_byte():
     assert hashlib.sha256(ng.R1_ZERO_PROMPT.encode()).hexdigest() == (
