@@ -852,8 +852,11 @@ def train(run, args, reward_fn):
           f"{sampler.name}; {args.dataset}, {len(train_set)} to train on, {len(held_out)} held out; "
           f"{run.folder}")
     known = {name: fingerprint(part) for name, part in (("train", train_set), ("held_out", held_out))}
+    known["template"] = (sampler.tokenizer.chat_template if args.prompt == "chat"
+                         else prompt_text(args.prompt, "{question}"))
     if state.setdefault("data", known) != known:
-        stop_run(f"--resume: --dataset {args.dataset} has other questions than before: restore them")
+        what = "prompt" if state["data"].get("template") != known["template"] else "dataset"
+        stop_run(f"--resume: --{what} {getattr(args, what)} asks otherwise than before: restore what it was")
     sampler.push(policy, state["step"])
     check_push(sampler, policy, held_out, args.context, args.seed, args.max_engine_gap)
     if args.difficulty_filter or args.guessable_filter:

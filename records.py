@@ -83,8 +83,8 @@ def token_text(decode, token):
     return decode([token, token])[len(decode([token])):]
 
 def sample_records(rows, trained, group_size, tokenizer):
-    """Records of the first groups of a step, with what the step did to them: group, advantage (0 if the row is
-    not among `trained`), and of each token text, log-prob and ratio, if it has one. If they are over
+    """Records of the first groups of a step, with what the step did to them: group, advantage (0 if the row
+    is not among `trained`), and of each token text, log-prob and ratio, if it has one. If they are over
     SAMPLES_SIZE, groups go until one is left; then tokens and texts are cut."""
     trained, rows = set(map(id, trained)), rows[:min(64, group_size * max(1, 32 // group_size))]
     cut = SAMPLES_SIZE // 25 // min(group_size, len(rows))  # a token takes 25 bytes or so

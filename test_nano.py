@@ -754,7 +754,7 @@ def fail_once(monkeypatch, owner, name, call):
     (ng, "response_log_probs", 1), (ng, "response_log_probs", 3), (torch.Tensor, "backward", 1),
     (torch.Tensor, "backward", 2), (torch.optim.AdamW, "step", 1), (ng, "cache_log_probs", 1),
     (torch.nn.utils, "clip_grad_norm_", 1)])
-def test_running_out_of_memory_halves_the_budget_and_changes_no_number(monkeypatch, capsys, owner, name, call):
+def test_at_out_of_memory_the_budget_is_halved_and_no_number_changes(monkeypatch, capsys, owner, name, call):
     argv = ("--rollout-batch-size 12 --group-size 4 --train-batch-size 12 --kl-coef 0.1 "
             "--epochs-per-rollout-batch 2 --max-tokens 6 --microbatch-tokens")
     results = []
@@ -803,7 +803,8 @@ def test_gradients_are_freed_after_the_update_and_the_head_never_waits_for_a_gpu
     from torch._subclasses import FakeTensorMode
     with FakeTensorMode():  # an operation whose shape or branch follows from data, and so waits, raises here
         hidden, weight = (torch.zeros(size, 8, requires_grad=True) for size in (5, 1300))
-        log_probs, entropy = model.TiledHead.apply(hidden, weight, torch.zeros(5, dtype=torch.long), torch.float32)
+        labels = torch.zeros(5, dtype=torch.long)
+        log_probs, entropy = model.TiledHead.apply(hidden, weight, labels, torch.float32)
         (log_probs + entropy).sum().backward()
         assert weight.grad.shape == (1300, 8)
 

@@ -30,7 +30,8 @@ def test_the_majority_is_counted_by_the_equality_of_the_grader(answers, want):
 
 @pytest.mark.parametrize("name, response", [
     ("r1_zero", " so </think> <answer> {} </answer>"), ("question_only", r"it is \\boxed{{{}}}"),
-    ("gsm8k", "as said #### {}"), ("last_number", "it is {}"), ("my_file.py:mine", " </think> <answer> {} </answer>")])
+    ("gsm8k", "as said #### {}"), ("last_number", "it is {}"),
+    ("my_file.py:mine", " </think> <answer> {} </answer>")])
 def test_each_reward_has_its_answer_read_for_the_majority(name, response):
     texts = [response.format(answer) for answer in ("5", "5.0", "4")]
     assert records.majority_is_right(texts, [False, False, True], name) is False
@@ -66,7 +67,8 @@ def test_an_evaluation_has_its_own_temperature_and_0_is_greedy():
     close(rows[1].sampler_log_probs,
           ng.response_log_probs(policy, rows[1:2], 0.5)[0][0][:len(rows[1].response_ids)], 1e-5)
 
-@pytest.mark.parametrize("argv", ["--eval-samples 4 --eval-temperature 0", "--eval-samples 2 --thinking-budget 8"])
+@pytest.mark.parametrize("argv", [
+    "--eval-samples 4 --eval-temperature 0", "--eval-samples 2 --thinking-budget 8"])
 def test_answers_that_would_be_equal_are_refused(argv, capsys):
     with pytest.raises(SystemExit):
         settings(argv)

@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 import figures
@@ -915,3 +917,81 @@ def test_grpo_learns_arithmetic(tmp_path, argv, bound):
     assert bool(gaps) == ("vllm" in argv) and max(gaps, default=0.0) < 1e-4  # it has the pushed weights
     off_policy = [line["train/ratio_outside"] > 0 for line in lines]  # the first rollout has those of step 0
     assert off_policy == [False] + [argv.endswith("overlap")] * (len(lines) - 1)
+
+# --- Adapters, chat formats, prompt files ------------------------------------------------------------------
+def test_adapters_learn_resume_bit_for_bit_and_are_saved_merged(tmp_path):
+    pytest.importorskip("peft")
+    argv = [*MINI, "--lora-rank", "4", "--kl-coef", "0.01", "--lr-decay", "--warmup-steps", "2"]
+    mini(tmp_path / "whole", *argv)
+    mini(tmp_path / "parts", *argv, patch=on_call(ng, "roll_out", 3, send(signal.SIGTERM)), code=143)
+    assert checkpoint_step(tmp_path / "parts" / "run") == 2
+    mini(tmp_path / "parts", *AGAIN)
+    check_same(tmp_path / "parts", tmp_path / "whole")
+    lines = metrics_of(tmp_path / "whole" / "run", "train/")
+    assert lines[0]["train/kl"] == 0 and all(line["train/kl"] > 0 for line in lines[1:] if line["train/loss"])
+    rates = [line["train/lr"] / (10 * flags.PRESETS["tiny"]["lr"]) for line in lines]
+    assert rates == pytest.approx([0.5, 1, 1, 0.5])
+    names = set(load_file(tmp_path / "whole" / "run" / "model" / "model.safetensors"))
+    assert names == set(load_file(tiny.warm_start("arithmetic", ng.R1_ZERO_PROMPT) / "model.safetensors"))
+
+def test_memory_that_runs_out_for_one_row_ends_the_run_with_all_steps_saved(tmp_path, unbroken):
+    def patch():
+        real, calls = ng.train_step, []
+
+        def fail(*args):
+            calls.append(1)
+            if len(calls) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return real(*args)
+        ng.train_step = fail
+    mini(tmp_path, *MINI, patch=patch, code=2)
+    one_line(tmp_path, "does not fit into memory", "--lora-rank", "--resume")
+    assert checkpoint_step(tmp_path / "run") == 2
+    mini(tmp_path, *AGAIN)
+    check_same(tmp_path, unbroken)
+
+CHAT = ("{% for turn in messages %}<{{ turn['role'] }}>{{ turn['content'] }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}")
+
+def test_a_model_that_chats_is_asked_in_its_own_format(tmp_path):
+    folder = shutil.copytree(tiny.warm_start("arithmetic", ng.R1_ZERO_PROMPT), tmp_path / "chatty")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    turns = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{i} + 1 ?"}]
+             for i in range(40)]
+    write_lines(tmp_path / "chat.jsonl", [{"messages": both, "ground_truth": "7"} for both in turns])
+    argv = [*MINI, "--model", str(folder), "--prompt", "chat", "--reward-fn", "last_number", "--dataset"]
+    mini(tmp_path, *argv, str(tmp_path / "chat.jsonl"), "--max-steps", "1")
+    for sample in read_lines(tmp_path / "run" / "samples.jsonl"):
+        assert re.fullmatch(r"<system>Be brief.<\|endoftext\|><user>\d+ \+ 1 \?<\|endoftext\|><assistant>",
+                            sample["prompt"])
+        assert "<|endoftext|>" not in sample["response"]
+    mini(tmp_path, *argv, "sums", "--mode", "sft", "--max-steps", "1", "--run-dir", "sft")
+    assert "Add" in read_lines(tmp_path / "sft" / "samples.jsonl")[0]["prompt"]
+    mini(tmp_path, *MINI, "--dataset", "sums", "--run-dir", "none", code=2)
+    one_line(tmp_path, "--prompt chat", "--model")
+    plain = str(tiny.warm_start("arithmetic", ng.R1_ZERO_PROMPT))
+    mini(tmp_path, *MINI, "--model", plain, "--dataset", "sums", "--run-dir", "none", code=2)
+    one_line(tmp_path, "--prompt chat", "no chat template", "--prompt r1_zero")
+
+def test_a_prompt_file_names_what_it_asks_for(tmp_path):
+    (tmp_path / "few.txt").write_text("Q: 1 + 1 {x}\nA: 2\nQ: {question}\nA:\n")
+    argv = [*MINI, "--prompt", "few.txt", "--max-steps", "1"]
+    mini(tmp_path, *argv, code=2)
+    one_line(tmp_path, "--prompt few.txt", "--reward-fn", "--stop")
+    mini(tmp_path, *argv, "--reward-fn", "last_number", "--stop", "\\n")
+    saved = json.loads((tmp_path / "run" / "args.json").read_text())["args"]
+    assert (saved["stop"], saved["reward_fn"]) == ("\\n", "last_number")
+    sample = read_lines(tmp_path / "run" / "samples.jsonl")[0]
+    assert re.fullmatch(r"Q: 1 \+ 1 \{x\}\nA: 2\nQ: What is [^\n]* \?\nA:", sample["prompt"])
+    (tmp_path / "few.txt").write_text("Q: {question}\nA:\n")
+    mini(tmp_path, *AGAIN, "--max-steps", "2", code=2)
+    one_line(tmp_path, "--resume", "--prompt")
+    (tmp_path / "tags.txt").write_text("{question} <think>, </think> <answer> here </answer> <think>")
+    mini(tmp_path, *MINI, "--prompt", "tags.txt", "--mode", "eval", "--run-dir", "tags")
+    saved = json.loads((tmp_path / "tags" / "args.json").read_text())["args"]
+    assert (saved["stop"], saved["reward_fn"]) == ("</answer>", "r1_zero")
+    for name in ("none.txt", "r1_zer0"):
+        mini(tmp_path, *MINI, "--prompt", name, "--run-dir", "none", code=2)
+        one_line(tmp_path, f"--prompt {name}", "r1_zero, question_only, chat")
