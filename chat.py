@@ -13,28 +13,27 @@ class Prompt(NamedTuple):
 
 CURE = "take --prompt r1_zero, a file with a template, or a model that was trained to chat"
 
-def chat_text(tokenizer, messages, add_generation_prompt=True):
+def chat_text(tokenizer, messages, generation_prompt=True):
     """Messages (dicts with role and content) in the chat format of the tokenizer. System turns that its
     template refuses (Gemma 2) or leaves out stand in front of the first user turn, as text."""
     import jinja2
 
     def render(turns):
-        return tokenizer.apply_chat_template(turns, tokenize=False,
-                                             add_generation_prompt=add_generation_prompt)
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt)
     if not tokenizer.chat_template:
         raise ValueError(f"--prompt chat: the tokenizer of this model has no chat template: {CURE}")
-    system = "\n\n".join(turn["content"] for turn in messages if turn["role"] == "system")
+    system = [turn["content"].strip() for turn in messages if turn["role"] == "system"]
     try:
         text = render(messages)
-        if system and not all(turn["content"].strip() in text for turn in messages):
+        if not all(content in text for content in system):
             raise jinja2.TemplateError("the system turn is left out")
     except jinja2.TemplateError as error:
         others = [turn for turn in messages if turn["role"] != "system"]
         if not system or not others:
             raise ValueError(f"--prompt chat: the chat template of this model refuses these messages "
                              f"({str(error)[:80]}): {CURE}") from error
-        first = dict(others[0], content=f"{system}\n\n{others[0]['content']}")
-        return chat_text(tokenizer, [first, *others[1:]], add_generation_prompt)
+        first = dict(others[0], content="\n\n".join([*system, others[0]["content"]]))
+        return chat_text(tokenizer, [first, *others[1:]], generation_prompt)
     return text
 
 def chat_prompt_ids(tokenizer, example):
