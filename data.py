@@ -4,9 +4,11 @@ A file, a pattern of files, a folder, a hub id or a built-in task; the fields of
 ValueError, in one line, says what cannot be read, is missing, or is in both. Last, the form in which
 samples.jsonl keeps the rows of a step.
 """
+import csv
 import functools
 import copy
 import glob
+import gzip
 import hashlib
 import itertools
 import json
@@ -14,29 +16,22 @@ import logging
 import random
 import re
 import unicodedata
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 
-import rewards
 import tiny
+from forms import Example, parse_record  # Example is here for those who import this module
 
-FILE_KINDS = ("jsonl", "json", "parquet", "arrow")
+FILE_KINDS = ("jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow")  # also with .gz, but the last two
+SPLITS = {word: split for split, words in {
+    "train": "train training", "test": "test testing eval evaluation",
+    "validation": "validation valid val dev"}.items() for word in words.split()}
 SUMS_QUESTION = "Add {} and {}. Answer with the number."
 HUB_IDS = {"math": "DigitalLearningGmbH/MATH-lighteval", "gsm8k": "openai/gsm8k:main"}  # id:configuration
 
-@dataclass
-class Example:
-    """A question, its ground truth and, where the data has one, a written solution (trace)."""
-    question: str
-    ground_truth: str
-    trace: str | None = None
-    prompt_ids: list = field(default_factory=list)
-    pass_rate: float | None = None  # of the untrained policy, with --difficulty-filter
-    messages: list | None = None  # chat turns (dicts with role and content), the last of them the user's
-
 def sums_records():
     """Two numbers from 1 to 30 to add, for a model that chats, in a fixed order -> {"train": 700 records
-    (dicts), "test": 200}. 3 + 5 and 5 + 3 are two questions of the same split, or one gave the other away."""
+    (dicts), "test": 200}. 3 + 5 and 5 + 3 stay in one split, since one gives the other away."""
     pairs = list(itertools.combinations_with_replacement(range(1, 31), 2))
     pairs = random.Random(1).sample(pairs, len(pairs))
     sums = dict.fromkeys(sum_ for a, b in pairs for sum_ in ((a, b), (b, a)))
@@ -46,73 +41,131 @@ def sums_records():
 
 BUILT_IN = {**{task: functools.partial(tiny.task_records, task) for task in tiny.TASKS}, "sums": sums_records}
 
-def parse_record(record):
-    """A record (dict) of a known form -> Example, or ValueError. The answer is a field, or stands behind ####
-    or in a \\boxed{}; the question is a field, or stands in the R1-Zero prompt of a trace."""
-    def first(*keys):  # text or a number: a list, True, NaN or blanks are no question and no answer
-        texts = [str(record[key]) for key in keys if type(record.get(key)) in (str, int, float)]
-        return next((text for text in texts if text.strip() not in ("", "nan")), None)
+def kind_of(path):
+    """The kind of a data file by the end of its name, "csv" of DATA.CSV.gz, or ""."""
+    found = re.search(rf"\.({'|'.join(FILE_KINDS)})(\.gz)?$", str(path).lower())
+    return found[1] if found else ""
 
-    asked = re.search(r"User: (.*)\nAssistant:", first("prompt") or "", re.DOTALL)
-    question = first("question", "problem") or (asked[1].strip() if asked else None)
-    trace = first("trace", "response", "solution")
-    answer = first("ground_truth", "answer") or (rewards.last_boxed(trace or "") or "").strip()
-    if "####" in answer:  # GSM8K: solution and answer in one field
-        trace, answer = (part.strip() for part in answer.rsplit("####", 1))
-    if not question or not answer:
-        missing = "question or problem" if not question else "answer, ground_truth or solution with \\boxed{}"
-        raise ValueError(f"has no {missing} (its fields: {', '.join(record)}): add it or drop the row")
-    f"{question}{answer}{trace}".encode()  # half an emoji is a ValueError too: no tokenizer takes it
-    trace = trace and re.sub(r"</think>\s*<answer>", "</think> <answer>", trace)
-    return Example(question, answer, trace)
+def split_of(*parts):
+    """The split that the first of these names speaks of as a word: train, test, validation, or None."""
+    words = [word for part in parts for word in re.findall("[a-z]+", str(part).lower())]
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
 
-def read_json(path):
-    """A .json or .jsonl file -> list of records (dicts). `datasets` reads "1.50" as 1.5 in a mixed column."""
-    text = Path(path).read_text(encoding="utf-8-sig")
-    if not text.lstrip().startswith("["):  # a record a line; joined like this, an error names the row
-        text = "[" + ",\n".join(line for line in text.split("\n") if line.strip()) + "]"
-    return [record if isinstance(record, dict) else {} for record in json.loads(text)]
+def read_file(path):
+    """A data file -> {split: records}; a table is split "train"."""
+    kind, packed = kind_of(path), str(path).lower().endswith(".gz")
+    if kind in ("parquet", "arrow"):
+        import datasets
+        from pyarrow.parquet import ParquetFile
+        rows = (datasets.Dataset(ParquetFile(path).read()) if kind == "parquet"
+                else datasets.load_dataset(kind, data_files=str(path), split="train"))
+        return {"train": shortest_decimals(rows)}
+    with (gzip.open if packed else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+        if kind not in ("csv", "tsv"):
+            return read_json(file.read(), kind)
+        csv.field_size_limit(2**31 - 1)
+        header = file.readline()
+        file.seek(0)
+        return {"train": list(csv.DictReader(file, delimiter=max(",;\t", key=header.count)))}
+
+def read_json(text, kind):
+    """Records one after the other, in a list, or, in a `kind` json, in a dict -> {split: records (dicts)}.
+    `datasets` would read "1.50" as 1.5 in a mixed column."""
+    values, blank, decoder = [], re.compile(r"\s*"), json.JSONDecoder()
+    place = blank.match(text).end()
+    while place < len(text):
+        value, place = decoder.raw_decode(text, place)
+        values.append(value)
+        place = blank.match(text, place).end()
+    if len(values) == 1 and isinstance(values[0], list):
+        values = values[0]
+    if len(values) == 1 and isinstance(values[0], dict) and kind == "json":
+        return read_dict(values[0])
+    return {"train": [record if isinstance(record, dict) else {} for record in values]}
+
+def is_record(value):
+    try:
+        return bool(parse_record(value))
+    except (ValueError, AttributeError):
+        return False
+
+def read_dict(whole):
+    """One record, or a dict of splits, of records by an id, or of columns -> {split: records}."""
+    values = list(whole.values())
+    lists = {name: rows for name, rows in whole.items() if isinstance(rows, list)}
+    has_dicts = all(isinstance(value, dict) for value in values)
+    if has_dicts and values and is_record(values[0]):
+        return {"train": values}
+    if is_record(whole) or not values:
+        return {"train": [whole]}
+    if lists and all(isinstance(row, dict) for rows in lists.values() for row in rows):
+        return lists
+    if has_dicts:
+        values = [list(column.values()) for column in values]  # pandas writes columns with row numbers
+    if all(isinstance(column, list) and len(column) == len(values[0]) for column in values):
+        return {"train": [dict(zip(whole, row)) for row in zip(*values)]}
+    return {"train": [whole]}
+
+def read_files(paths, folder):
+    """Data files -> {split: records}, file by file, so that their columns may differ. In a folder, the name
+    of a file or of a folder around it tells its split."""
+    splits = {}
+    for path in paths:
+        own = [path.stem, *reversed(path.parent.relative_to(folder).parts)] if folder else []
+        for split, rows in read_file(path).items():
+            splits.setdefault(split_of(*own, split) or "train", []).append(rows)
+    return {split: tables[0] if len(tables) == 1 else list(itertools.chain(*tables))
+            for split, tables in splits.items()}
 
 def read_splits(name):
     """A data file, a pattern of files, a folder, a hub id or a key of HUB_IDS -> {split: records}."""
     import datasets
     import huggingface_hub
     datasets.disable_progress_bars()
-    path, kind = Path(name), Path(name).suffix[1:]
-    if kind in FILE_KINDS:
-        files = [name] if path.is_file() else sorted(glob.glob(name))
+    path = Path(name)
+    if name not in HUB_IDS and (path.is_file() or kind_of(name)):
+        files = [path] if path.is_file() else sorted(map(Path, glob.glob(name, recursive=True)))
+        if not files or not kind_of(files[0]):
+            raise FileNotFoundError("its name has no known end" if files else "no such file")
+        return read_files(files, None)
+    if name not in HUB_IDS and path.is_dir():
+        if (path / "state.json").exists():  # one Dataset, saved by save_to_disk
+            return {"train": shortest_decimals(datasets.load_from_disk(name))}
+        if (path / "dataset_dict.json").exists():
+            return own_splits(datasets.load_from_disk(name))
+        others = re.compile(r"(^|/)([._]|(dataset_infos?|dataset_dict|state)\.json$)")  # hidden or about data
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and kind_of(file)
+                 and not others.search(file.relative_to(path).as_posix())]
         if not files:
-            raise FileNotFoundError("no such file")
-        if kind.startswith("json"):
-            return {"train": [record for file in files for record in read_json(file)]}
-        return datasets.load_dataset(kind, data_files=files)
-    if (path / "state.json").exists():  # one Dataset, saved by save_to_disk
-        return {"train": datasets.load_from_disk(name)}
-    if path.is_dir():  # a saved DatasetDict too
-        return datasets.load_dataset(str(path.resolve()))
+            raise FileNotFoundError("the folder holds no data file")
+        return read_files(files, path)
     hub_id, _, config = HUB_IDS.get(name, name).partition(":")
     try:
         huggingface_hub.HfApi().dataset_info(hub_id, timeout=10)  # load_dataset would ask 6 times, for 23 s
     except Exception as error:  # where no hub answers, data of an earlier run can still be in the cache
         datasets.config.HF_HUB_OFFLINE = not isinstance(error, huggingface_hub.errors.HfHubHTTPError)
-    return datasets.load_dataset(hub_id, config or None)
+    return own_splits(datasets.load_dataset(hub_id, config or None))
 
-def shortest_decimals(splits):
-    """Splits whose 16 and 32 bit numbers are text: 2.3, not the 2.299999952316284 that it is in 64 bits."""
+def own_splits(splits):
+    """A DatasetDict -> {split: rows}: dev is validation, test_sft is test if there is no test."""
+    exact = {name: rows for name, rows in splits.items() if name in SPLITS.values()}
+    others = {split_of(name) or name: rows for name, rows in reversed(splits.items())}
+    return {name: shortest_decimals(rows) for name, rows in (others | exact).items()}
+
+def shortest_decimals(rows):
+    """Rows whose 16 and 32 bit numbers are text: 2.3, not the 2.299999952316284 that it is in 64 bits."""
     import datasets
-    for split, rows in splits.items():
-        for name, kind in (getattr(rows, "features", None) or {}).items():
-            if getattr(kind, "dtype", "") in ("float16", "float32"):
-                rows = rows.cast_column(name, datasets.Value("string"))
-        splits[split] = rows
-    return splits
+    for name, kind in (getattr(rows, "features", None) or {}).items():
+        if getattr(kind, "dtype", "") in ("float16", "float32"):
+            rows = rows.cast_column(name, datasets.Value("string"))
+    return rows
 
 def read_examples(name, flag, ungradable=None):
     """Data of that name -> {split: list of Example}, without empty splits. Rows without question or answer
     are dropped and counted."""
     logging.disable(logging.CRITICAL)  # pages of retries; what they come to is told below, in one line
     try:
-        splits = BUILT_IN[name]() if name in BUILT_IN else shortest_decimals(read_splits(name))
+        splits = BUILT_IN[name]() if name in BUILT_IN else read_splits(name)
     except Exception as error:  # of many libraries, and each means that these data cannot be had
         cause = " ".join(str(error.__cause__ or error).split())[:200] or "it is empty"
         kinds, names = ", ".join(FILE_KINDS), ", ".join([*HUB_IDS, *BUILT_IN])
@@ -177,8 +230,11 @@ def drop_leaked(train, held_out, allowed, name):
         raise ValueError(f"{name} has {len(leaked)} questions of the evaluation data in it: drop them (the "
                          f"first: {leaked[0][:80]!r}){hint}")
     if not held_out or not clean:
-        different = len({question_key(example.question) for example in train} | held_out_keys)
-        raise ValueError(f"{name} has too few rows to train and to evaluate on: {different} questions")
+        counts = Counter(question_key(example.question) for example in train + held_out)
+        (question, times), *_ = counts.most_common(1) or [("", 0)]
+        again = f" in {counts.total()} rows; {question[:80]!r} stands in {times} of them" if times > 1 else ""
+        raise ValueError(f"{name} has too few rows to train and to evaluate on: {len(counts)} different "
+                         f"questions{again}: add others")
     if leaked:
         print(f"note: {name}: {len(leaked)} of {len(train)} rows left out: their question is held out")
     return clean
