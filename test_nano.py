@@ -171,7 +171,7 @@ def one_line(capsys, action):
 # --- The house ---------------------------------------------------------------------------------------------
 MAY_IMPORT = {"algebra": set(), "rewards": {"algebra"}, "run": {"figures"}, "figures": {"run"}, "tiny": set(),
               "chat": set(), "memory": set(), "model": set(), "flags": {"chat", "run"},
-              "data": {"rewards", "tiny"}, "records": {"rewards", "run"},
+              "data": {"forms", "tiny"}, "forms": {"rewards"}, "records": {"rewards", "run"},
               "nano_grpo": {"chat", "data", "flags", "memory", "model", "records", "rewards", "run", "tiny"}}
 
 def our_imports(path, ours):
