@@ -1,9 +1,13 @@
-"""What each flag of nano_grpo.py is in TRL 1.16's GRPOConfig, or why it is refused. docs/scale.md has the table.
-
-Flags that are in neither part act without TRL: data, prompts, rewards, advantages, evaluation, logs.
+"""The command line of trl_grpo.py: what each flag of nano_grpo.py is in TRL 1.16's GRPOConfig, or why it is
+refused. Flags that are in neither table act without TRL: data, prompts, rewards, evaluation, logs.
 """
+import os
+from pathlib import Path
+
 import nano_grpo as ng
+import torch
 from run import stop_run
+from transformers import HfArgumentParser
 
 REFUSED = {  # flags: why
     "max_hours leaderboard": "the processes have no common clock: use the limit of your queue, and --resume",
@@ -27,15 +31,17 @@ def refuse(given, args, processes):
         (args.mode != "grpo", f"--mode {args.mode}: this is --mode grpo; TRL has an SFTTrainer"),
         (args.sampler == "vllm", "--sampler vllm: give TRL's own -- --use_vllm true --vllm_mode colocate"),
         (args.curriculum != "uniform", f"--curriculum {args.curriculum}: TRL fixes its order before the run"),
-        (args.baseline in ("none", "max"), f"--baseline {args.baseline}: TRL takes off the mean of the group"),
+        (args.baseline in ("none", "max"), f"--baseline {args.baseline}: TRL takes off the group's mean"),
         (loss == "kimi", "--loss kimi: TRL does not have it"),
         (loss == "pg" and steps_a_rollout(args) > 1, "--loss pg: TRL always has a ratio: take noclip"),
         (loss == "cispo" and not by_token, "--loss cispo: TRL's needs --loss-aggregation token"),
         (args.kl_coef and args.kl != "k3", f"--kl {args.kl}: TRL has k3 only"),
-        (args.kl_coef and loss == "gspo", "--kl-coef: with --loss gspo TRL weighs it by the ratio of the row"),
+        (args.kl_coef and loss == "gspo", "--kl-coef: with --loss gspo TRL weighs it by another ratio"),
         (args.kl_ref_every and args.resume, "--kl-ref-every: TRL does not save the copy, so no --resume"),
-        (args.truncated == "mask" and (ng.PROMPTS[args.prompt].stop or not by_token), "--truncated mask: TRL's "
-         "needs --loss-aggregation token and a prompt without a stop string: take zero"),
+        (args.resume and list(Path(args.run_dir, "checkpoint").glob("step-*.pt")),
+         f"--resume: {args.run_dir} is a run of nano_grpo.py: go on with that"),
+        (args.truncated == "mask" and (ng.PROMPTS[args.prompt].stop or not by_token), "--truncated mask: "
+         "TRL's needs --loss-aggregation token and a prompt without a stop string: take zero"),
         (size % processes, f"--train-batch-size {size} does not divide by {processes} processes")]:
         if is_bad:
             stop_run(message)
@@ -66,3 +72,38 @@ def config_fields(args, processes):
         ref_model_mixup_alpha=1.0, vllm_importance_sampling_correction=args.tis_cap is not None,
         vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=args.tis_cap or 1.0,
         gradient_checkpointing=args.gradient_checkpointing)
+
+def parse(argv):
+    """Flags of nano_grpo.py, then perhaps `--` and fields of GRPOConfig -> (flags, config, reward_fn)."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    given, others, has_cuda = ng.parse_args(argv[:cut]), argv[cut + 1:], torch.cuda.is_available()
+    args, processes = ng.configure(given, has_cuda), int(os.environ.get("WORLD_SIZE", 1))
+    refuse(given, args, processes)
+    fields = config_fields(args, processes)
+    for other in others:
+        if other[2:].split("=")[0] in fields:
+            stop_run(f"{other} behind --: a flag of nano_grpo.py says it, before --")
+    try:
+        from trl import GRPOConfig
+        reward_fn = ng.rewards.load_reward_fn(args.reward_fn)
+    except ImportError as error:
+        stop_run(f"TRL cannot be imported ({error}): pip install trl==1.16.0")
+    except ValueError as error:
+        stop_run(f"--reward-fn {error}")
+    parser = HfArgumentParser(GRPOConfig)
+    parser.error = lambda message: stop_run(f"behind --: {message}")
+    parser.set_defaults(**fields, use_cpu=not has_cuda, bf16=has_cuda, disable_dropout=True, report_to="none",
+                        disable_tqdm=True)
+    [config] = parser.parse_args_into_dataclasses(others)
+    if args.tis_cap is not None and not config.use_vllm:
+        stop_run("--tis-cap: without -- --use_vllm true the policy itself samples, and the weight is 1")
+    args.trl = f"{processes} processes {' '.join(others)}"  # kept in args.json
+    return args, config, reward_fn
+
+def generation_kwargs(args, config, sampler):
+    """What ends a response, in the names of vLLM or of transformers."""
+    stop = [sampler.stop] if sampler.stop else None
+    for_vllm = dict(min_tokens=args.min_tokens, stop=stop, include_stop_str_in_output=True,
+                    stop_token_ids=sampler.eos_ids)
+    for_transformers = dict(min_new_tokens=args.min_tokens, stop_strings=stop)
+    return (for_vllm if config.use_vllm else for_transformers) | (config.generation_kwargs or {})
