@@ -40,8 +40,9 @@ def refuse(given, args, processes):
         (args.kl_ref_every and args.resume, "--kl-ref-every: TRL does not save the copy, so no --resume"),
         (args.resume and list(Path(args.run_dir, "checkpoint").glob("step-*.pt")),
          f"--resume: {args.run_dir} is a run of nano_grpo.py: go on with that"),
-        (args.truncated == "mask" and (ng.PROMPTS[args.prompt].stop or not by_token), "--truncated mask: "
+        (args.truncated == "mask" and (args.stop or not by_token), "--truncated mask: "
          "TRL's needs --loss-aggregation token and a prompt without a stop string: take zero"),
+        (args.eval_temperature != args.temperature, "--eval-temperature: TRL has one temperature"),
         (size % processes, f"--train-batch-size {size} does not divide by {processes} processes")]:
         if is_bad:
             stop_run(message)

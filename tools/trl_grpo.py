@@ -38,9 +38,9 @@ class Bridge(transformers.TrainerCallback):
         numbered, samples = list(enumerate(prompt for prompt in prompts for _ in range(n))), []
         with self.trainer.accelerator.split_between_processes(numbered, apply_padding=True) as mine:
             rows, log_probs = self.trainer._generate_single_turn([ids for _, ids in mine], None, {}, 1)
-        for (number, _), ids, values in zip(mine, rows, log_probs or rows):
+        for (number, _), ids, values in zip(mine, rows, log_probs or [None] * len(rows)):
             end = next((i for i in range(1, len(ids) + 1) if self.sampler.is_finished(ids[:i])), None)
-            samples.append((number, [ids[:end], values[:end], end is None]))
+            samples.append((number, [ids[:end], values and values[:end], end is None]))
         found = dict(gather_object(samples))
         return ng.chunks([found[number] for number, _ in numbered], n)
 
@@ -69,8 +69,9 @@ class Bridge(transformers.TrainerCallback):
         with stopwatch(metrics, "eval"):
             results, rows = ng.evaluate(self.sampler, self.held_out, self.reward_fn, self.step, self.args)
         if self.run:
-            records = [ng.response_record(row, self.args.prompt) for row in rows]
-            write_lines(self.run.folder / "evaluation.jsonl", records)
+            records = [ng.response_record(row, self.sampler.tokenizer) for row in rows]
+            for name in ("evaluation.jsonl", "evaluation-first.jsonl")[:1 if self.step else 2]:
+                write_lines(self.run.folder / name, records)
             self.run.log(metrics | results, [] if self.step else records[:8])
             self.run.draw(self.step == self.args.max_steps)
 
@@ -90,8 +91,9 @@ class Bridge(transformers.TrainerCallback):
             seconds = time.time() - self.begun - step_seconds(self.metrics)
             self.metrics |= {"train/lr": ng.learning_rate(self.step, self.args), "time/update": seconds}
             if self.run:
-                records = [ng.response_record(row, self.args.prompt) for row in self.rows[:8]]
-                self.run.log(self.metrics, records)
+                group, tokenizer = self.rows[:self.args.group_size], self.sampler.tokenizer
+                records = [ng.response_record(row, tokenizer) for row in group]
+                self.run.log(self.metrics, ng.with_tokens(records, group, group, len(group), tokenizer.decode))
             if self.step % self.args.eval_every == 0 or self.step == self.args.max_steps:
                 self.evaluate()
 
@@ -103,7 +105,7 @@ def load(args):
     except ValueError as error:
         stop_run(error)
     ng.policy_device = lambda: "cpu"  # accelerate moves it
-    own = dict(sampler="hf", gradient_checkpointing=False)  # TRL has an engine and checkpointing of its own
+    own = dict(sampler="hf", gradient_checkpointing=False)  # TRL has its engine and its checkpointing
     policy, sampler = ng.load_model(Namespace(**vars(args) | own))
     args.context = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     return policy, sampler, *(ng.add_prompts(examples, sampler.tokenizer, args)
@@ -113,13 +115,11 @@ def main(argv):
     args, config, reward_fn = trl_flags.parse(argv)
     from datasets import Dataset
     from trl import GRPOTrainer
-    run = Run(args.run_dir, vars(args)) if config.process_index == 0 else None
-    with run or contextlib.nullcontext():
+    with Run(args.run_dir, vars(args)) if config.process_index == 0 else contextlib.nullcontext() as run:
         [folder] = broadcast_object_list([run and run.folder])
         with config.main_process_first():  # which may have to download, or to make the tiny model
             policy, sampler, train_set, held_out = load(args)
-        checkpoints = folder / "checkpoint"
-        last = get_last_checkpoint(checkpoints) if checkpoints.is_dir() else None
+        last = get_last_checkpoint(folder / "checkpoint") if (folder / "checkpoint").is_dir() else None
         if run:
             step = int(last.rpartition("-")[2]) // trl_flags.steps_a_rollout(args) if last else -1
             for log in (folder / "metrics.jsonl", folder / "samples.jsonl"):  # cut back to the checkpoint
@@ -130,7 +130,7 @@ def main(argv):
         count = args.max_steps * args.rollout_batch_size // args.group_size
         asked = ng.Curriculum(train_set, "uniform", args.seed).take(count)
         bridge = Bridge(run, sampler, asked, held_out, reward_fn, args)
-        config.output_dir = str(checkpoints)
+        config.output_dir, policy.generation_config.eos_token_id = str(folder / "checkpoint"), sampler.eos_ids
         config.generation_kwargs = trl_flags.generation_kwargs(args, config, sampler)
         places = Dataset.from_dict({"prompt": [str(place) for place in range(count)]})
         # the advantages take the place of rewards: the mean of their group, which TRL takes off, is 0
