@@ -1,5 +1,5 @@
-"""The tests of tools/trl_grpo.py: `python -m pytest -q test_trl_grpo.py`. All but those of the command line are
-skipped where TRL is not installed (pip install trl==1.16.0).
+"""The tests of tools/trl_grpo.py: `python -m pytest -q test_trl_grpo.py`. They are skipped where TRL is not
+installed (pip install trl==1.16.0).
 
 A step of TRL is compared with a step of nano_grpo.py on the same weights and rollouts. Several processes are
 started by accelerate, on the CPU (gloo).
@@ -27,16 +27,15 @@ from run import read_lines
 from test_nano import EOS, TOKENIZER
 
 HERE = Path(ng.__file__).resolve().parent
-sys.path.append(str(HERE / "tools"))
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
-import trl_flags
-import trl_grpo
+from tools import trl_flags, trl_grpo
 
 # What each process runs in the place of trl_grpo.py: rollouts that follow from seed and place in the batch.
 FIXED = """
 import random, sys
-sys.path.append({tools!r})
-import nano_grpo as ng, trl_grpo
+sys.path.append({here!r})
+import nano_grpo as ng
+from tools import trl_grpo
 def fixed(self, prompts, n, seed, max_tokens):
     rngs = [random.Random(f"{{seed}} {{i}}") for i in range(len(prompts) * n)]
     rows = [[rng.randrange(257, 320) for _ in range(rng.randrange(4, max_tokens))] for rng in rngs]
@@ -53,7 +52,7 @@ if "as_if_on_gpus" in sys.argv[1]:  # on CPUs accelerate takes DDP in the place 
     AcceleratorState.__init__ = as_if_on_gpus
 trl_grpo.main(sys.argv[2:])
 """
-REWARD = """def last_letter(response, ground_truth):  # from 0 to 1, and in fractions that binary numbers do not have
+REWARD = """def letters(response, ground_truth):  # fractions that binary numbers do not have
     return sum(map(ord, response)) % 11 / 11
 """
 
@@ -71,31 +70,31 @@ def folder(tmp_path_factory):
     for split, rows in tiny.task_records("arithmetic").items():
         (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:60]))
     (path / "my_reward.py").write_text(REWARD)
-    (path / "fixed.py").write_text(FIXED.format(tools=str(HERE / "tools")))
+    (path / "fixed.py").write_text(FIXED.format(here=str(HERE)))
     return path
 
 def flags_for(folder, run_dir, *more):
     return [*f"--model {folder}/model --dataset {folder}/train.jsonl --eval-dataset {folder}/test.jsonl "
-            f"--reward-fn {folder}/my_reward.py:last_letter --rollout-batch-size 16 --group-size 4 "
+            f"--reward-fn {folder}/my_reward.py:letters --rollout-batch-size 16 --group-size 4 "
             f"--eval-size 5 --max-tokens 12 --max-steps 1 --lr 1e-3 --run-dir {run_dir}".split(), *more]
 
 def weights_of(run_dir):
-    return dict(AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32).named_parameters())
+    policy = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32)
+    return dict(policy.named_parameters())
 
 def difference(one, two):
     assert one.keys() == two.keys()
     return max((one[name] - two[name]).abs().max().item() for name in one)
 
-def launch(processes, script, *argv, config=(), **environment):
-    """Starts script by accelerate, which starts processes on the CPU by --multi_gpu and this variable only."""
-    how = ["--config_file", config] if config else ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend",
-                                                    "no"]
+def launch(processes, script, *argv, config=None):
+    """Starts script by accelerate, which starts processes on the CPU with --multi_gpu and this variable."""
+    how = ["--config_file", config] if config else "--multi_gpu --mixed_precision no --dynamo_backend no".split()
     program = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes),
                "--num_machines", "1", "--main_process_port", "0", *how, str(script), *map(str, argv)]
     if processes == 1:
         program = [sys.executable, str(script), *map(str, argv)]
-    variables = os.environ | dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", TRL_EXPERIMENTAL_SILENCE="1")
-    return subprocess.Popen(program, env=variables | environment, stdout=subprocess.PIPE, text=True,
+    variables = dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", TRL_EXPERIMENTAL_SILENCE="1")
+    return subprocess.Popen(program, env=os.environ | variables, stdout=subprocess.PIPE, text=True,
                             stderr=subprocess.STDOUT, start_new_session=True)
 
 def finished(process):
@@ -109,7 +108,7 @@ def finished(process):
 def stubs(monkeypatch):
     """Rollouts that are fixed, and an engine that does nothing (its log-probs come with the rollouts)."""
     space = {}
-    source = FIXED.format(tools="").split("trl_grpo.Bridge")[0]
+    source = FIXED.format(here="").split("trl_grpo.Bridge")[0]
     exec(source, space)
     monkeypatch.setattr(trl_grpo.Bridge, "generate", space["fixed"])
     monkeypatch.setattr(ng, "policy_device", ng.policy_device)  # load() changes it
@@ -128,7 +127,7 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_one_rollout_batch_gives_the_weights_of_nano_grpo(name, folder, tmp_path, stubs, monkeypatch):
-    """Two passes over the batch, so that in the second one the ratio is off 1 and clips act; 3 microbatches."""
+    """Two passes over the batch: in the second one the ratio is off 1, and clips act. Three microbatches."""
     seen, before, _, after = [], *SAME[name].partition("-- ")
     roll_out = trl_grpo.Bridge.rollout
     monkeypatch.setattr(trl_grpo.Bridge, "rollout",

@@ -3,6 +3,7 @@
   python tools/bench.py --rollout-batch-size 32 --loss gspo --shape hidden_size=128 num_hidden_layers=4
 
 A line of the table is one optimizer step on once, twice or four times --rollout-batch-size rows.
+--against-trl times an optimizer step and a rollout here and in TRL, in turns, each in a process of its own.
 """
 import argparse
 import json
@@ -10,6 +11,7 @@ import random
 import re
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import nano_grpo as ng  # before torch: it sets the number of threads
 import torch
 import transformers
+
+from tools import trl_flags
 
 # The flags of nano_grpo.py that change what is timed. Any other would be ignored, and is refused.
 USED = {"model", "rollout_batch_size", "group_size", "temperature", "max_tokens"} | {
@@ -34,13 +38,21 @@ def parse(argv=None):
     parser.add_argument("--shape", nargs="+", default=[], help="other values of config.json: key=value ...")
     parser.add_argument("--row-lengths", nargs=2, type=int, default=[32, 512], help="tokens (default 32 512)")
     parser.add_argument("--repeats", type=int, default=3, help="steps to take the median of (default: 3)")
+    parser.add_argument("--against-trl", action="store_true", help="compare with TRL, in turns")
+    parser.add_argument("--rollout-tokens", type=int, default=32, help="of a response, in that comparison")
+    parser.add_argument("--side", choices=["here", "trl"], help=argparse.SUPPRESS)
     own, others = parser.parse_known_args(argv)
     given = ng.parse_args(others)
     for key in sorted(given.keys() - USED):
         ng.stop_run(f"--{key.replace('_', '-')} does nothing in tools/bench.py: leave it out")
     if own.repeats < 1 or not 4 <= own.row_lengths[0] <= own.row_lengths[1]:
         ng.stop_run("--repeats must be above 0, --row-lengths two numbers from 4 on, the shorter one first")
-    return own, ng.configure(given, torch.cuda.is_available())
+    args = ng.configure(given, torch.cuda.is_available())
+    if own.against_trl:
+        trl_flags.refuse(given, args, 1)
+        if args.group_size % 2:
+            ng.stop_run("--against-trl needs an even --group-size: half of each group has the advantage -1")
+    return own, args
 
 def random_model(model, shape):
     """The architecture of `model` (its config.json) with the changes of `shape`, random weights, float32."""
@@ -131,8 +143,96 @@ def bench(policy, step, num_rows, group_size, row_lengths, repeats):
               f"{count / middle:.3g} | {tokens / middle:,.0f} | {flops / middle / 1e12:.3g} | "
               f"{flops / middle / rate:.0%} of {rate / 1e12:.3g} | {peak_memory(device) / 1e9:.2f} |")
 
+# --- Against TRL -------------------------------------------------------------------------------------------
+def sides(argv, repeats):
+    """Starts both sides in turns, and prints a line of the table for each."""
+    print("| | seconds (range) | peak memory, GB | loss | gradient norms of two steps | rollout, tokens/s |")
+    print("|---" * 6 + "|")
+    found = {"here": [], "trl": []}
+    for side in list(found) * repeats:
+        program = [sys.executable, __file__, *argv, "--side", side]
+        done = subprocess.run(program, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(done.returncode)
+        found[side].append(json.loads(done.stdout.splitlines()[-1]))
+    for side, runs in found.items():
+        seconds, peaks, rates = (sorted(run[key] for run in runs) for key in ("seconds", "peak", "rate"))
+        print(f"| {side} | {statistics.median(seconds):.3g} ({seconds[0]:.3g} to {seconds[-1]:.3g}) | "
+              f"{peaks[-1] / 1e9:.2f} | {runs[0]['losses'][0]:.3e} | "
+              f"{', '.join(f'{norm:.7f}' for norm in runs[0]['norms'])} | "
+              f"{statistics.median(rates):,.0f} ({rates[0]:,.0f} to {rates[-1]:,.0f}) |")
+
+def one_side(own, args):
+    """A step that warms up, one that is timed, then a rollout -> what is measured, as a line of JSON."""
+    policy = random_model(args.model, own.shape).to(ng.policy_device()).eval()
+    rows = ragged_rows(args.rollout_batch_size, policy.config.vocab_size, args.group_size, own.row_lengths)
+    for i, row in enumerate(rows):
+        row.advantage = 1.0 - 2 * (i % 2)
+    args.train_batch_size, prompts = len(rows), [row.example.prompt_ids for row in rows]
+    metrics, seconds = (steps_here if own.side == "here" else steps_of_trl)(policy, rows, args)
+    peak, policy, tokens = peak_memory(policy.device), policy.eval(), own.rollout_tokens
+    if own.side == "here":
+        sampler = ng.HFSampler(policy, None, [], None, args.temperature, 0, len(rows))
+        roll_out = lambda: sampler.generate(prompts[::args.group_size], args.group_size, 0, tokens)
+    else:
+        ids = ng.pad(prompts, side="left").to(policy.device)
+        mask = ng.pad([[1] * len(prompt) for prompt in prompts], side="left").to(policy.device)
+        roll_out = lambda: policy.generate(
+            ids, attention_mask=mask, do_sample=True, temperature=args.temperature, top_k=0, pad_token_id=0,
+            min_new_tokens=tokens, max_new_tokens=tokens)
+    rate = len(rows) * tokens / times(roll_out, 1, policy.device)[0]
+    print(json.dumps({"seconds": seconds, "peak": peak, "rate": rate, "losses": [one[0] for one in metrics],
+                      "norms": [one[1] for one in metrics]}))
+
+def steps_here(policy, rows, args):
+    """-> ((loss, gradient norm) of two steps, seconds of the second one)."""
+    reference, optimizer = ng.reference_and_optimizer(policy, args)
+    seconds, metrics = [], []
+    with tempfile.TemporaryDirectory() as args.run_dir:
+        for step in (1, 2):
+            started = time.perf_counter()
+            metrics.append(ng.update(policy, reference, optimizer, rows, step, args))
+            seconds.append(time.perf_counter() - started)
+    return [(one["train/loss"], one["train/grad_norm"]) for one in metrics], seconds[-1]
+
+def steps_of_trl(policy, rows, args):
+    """As steps_here: the same rows, given to TRL as its rollouts."""
+    import datasets
+    import trl
+    metrics, begun, seconds = [], [], []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            begun.append(time.perf_counter())
+
+        def on_step_end(self, *_, **__):
+            seconds.append(time.perf_counter() - begun[-1])
+
+        def on_log(self, _, state, control, logs, **__):
+            metrics.extend([(logs["loss"], logs["grad_norm"])] if "loss" in logs else [])
+
+    def rollouts(prompts, trainer):
+        return {"prompt_ids": [row.example.prompt_ids for row in rows], "logprobs": None,
+                "completion_ids": [row.response_ids for row in rows]}
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = trl.GRPOConfig(folder, **trl_flags.config_fields(args, 1) | dict(
+            max_steps=2, save_strategy="no", report_to="none", disable_tqdm=True,
+            use_cpu=policy.device.type == "cpu", bf16=policy.device.type == "cuda"))
+        places = datasets.Dataset.from_dict({"prompt": ["?"] * (2 * len(rows) // args.group_size)})
+        trainer = trl.GRPOTrainer(
+            policy, lambda **_: [row.advantage for row in rows], config, places, callbacks=[Watch()],
+            processing_class=ng.tiny.tiny_tokenizer(ng.R1_ZERO_PROMPT), rollout_func=rollouts)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    return metrics, seconds[-1]
+
 def main(argv=None):
     own, args = parse(argv)
+    if own.side:
+        return one_side(own, args)
+    if own.against_trl:
+        return sides(sys.argv[1:] if argv is None else argv, own.repeats)
     policy = random_model(args.model, own.shape).to(ng.policy_device()).eval()
     if args.gradient_checkpointing:
         ng.checkpoint_layers(policy)

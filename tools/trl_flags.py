@@ -55,7 +55,7 @@ def config_fields(args, processes):
     """Flags -> the fields of GRPOConfig that say the same. Advantages come from nano_grpo.py, so TRL divides
     them by nothing; its schedule of the learning rate is constant, since that of nano_grpo.py is set anew."""
     steps, share = steps_a_rollout(args), args.train_batch_size // processes
-    most = max(1, args.microbatch_tokens // args.max_tokens)
+    most = max(1, (args.microbatch_tokens or 16384) // args.max_tokens)
     rows = max(n for n in range(1, share + 1) if share % n == 0 and n <= most)
     wide = 1e9 if args.loss == "noclip" else 0  # no ratio reaches it
     return dict(

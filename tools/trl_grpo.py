@@ -12,13 +12,13 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import nano_grpo as ng  # before torch: it sets the number of threads
 import torch
 import transformers
-import trl_flags
 from accelerate.utils import broadcast_object_list, gather_object
 from run import Run, read_lines, step_seconds, stop_run, stopwatch, write_lines
+from tools import trl_flags
 from transformers.trainer_utils import get_last_checkpoint
 
 METRICS = {"loss": "loss", "grad_norm": "grad_norm", "kl": "kl", "entropy": "entropy",
@@ -91,9 +91,8 @@ class Bridge(transformers.TrainerCallback):
             seconds = time.time() - self.begun - step_seconds(self.metrics)
             self.metrics |= {"train/lr": ng.learning_rate(self.step, self.args), "time/update": seconds}
             if self.run:
-                group, tokenizer = self.rows[:self.args.group_size], self.sampler.tokenizer
-                records = [ng.response_record(row, tokenizer) for row in group]
-                self.run.log(self.metrics, ng.with_tokens(records, group, group, len(group), tokenizer.decode))
+                how = self.args.group_size, self.sampler.tokenizer
+                self.run.log(self.metrics, ng.sample_records(self.rows, self.rows, *how))
             if self.step % self.args.eval_every == 0 or self.step == self.args.max_steps:
                 self.evaluate()
 
@@ -105,7 +104,7 @@ def load(args):
     except ValueError as error:
         stop_run(error)
     ng.policy_device = lambda: "cpu"  # accelerate moves it
-    own = dict(sampler="hf", gradient_checkpointing=False)  # TRL has its engine and its checkpointing
+    own = dict(sampler="hf", gradient_checkpointing=False, mode="eval")  # eval: no plan for one GPU
     policy, sampler = ng.load_model(Namespace(**vars(args) | own))
     args.context = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     return policy, sampler, *(ng.add_prompts(examples, sampler.tokenizer, args)
@@ -115,7 +114,8 @@ def main(argv):
     args, config, reward_fn = trl_flags.parse(argv)
     from datasets import Dataset
     from trl import GRPOTrainer
-    with Run(args.run_dir, vars(args)) if config.process_index == 0 else contextlib.nullcontext() as run:
+    is_first = config.process_index == 0
+    with Run(args.run_dir, vars(args)) if is_first else contextlib.nullcontext() as run:
         [folder] = broadcast_object_list([run and run.folder])
         with config.main_process_first():  # which may have to download, or to make the tiny model
             policy, sampler, train_set, held_out = load(args)
