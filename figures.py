@@ -22,7 +22,7 @@ def read_run(folder):
 def distinguishing_flags(settings):
     """The flags that tell the settings apart, without those that only repeat another one."""
     differ = {}
-    for key in sorted(settings[0]):
+    for key in sorted(set().union(*settings)):  # a run by tools/trl_grpo.py has a key more
         values = [str(flags.get(key)) for flags in settings]
         differ.setdefault(tuple(map(values.index, values)), key)
     return [key for pattern, key in differ.items() if any(pattern)]
