@@ -266,6 +266,8 @@ class Run:
         """Fills the state and the parts from the newest checkpoint, and cuts the logs back to its step."""
         import torch
         paths = sorted((self.folder / "checkpoint").glob("step-*.pt"))
+        if list((self.folder / "checkpoint").glob("checkpoint-*")):
+            stop_run(f"--resume: {self.folder} is a run of tools/trl_grpo.py: go on with that")
         if paths:
             try:  # weights_only: a file from elsewhere runs no code
                 self.state = torch.load(paths[-1], map_location="cpu", weights_only=True)
