@@ -195,6 +195,20 @@ def test_a_run_by_trl_reads_like_one_by_nano_grpo(folder, tmp_path, stubs):
     figures.draw_curves(folders, ["train/reward", "eval/length"], tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size > 10_000
 
+@pytest.mark.parametrize("made, program", [("checkpoint-2", ng), ("step-000002.pt", trl_grpo)])
+def test_each_program_resumes_its_own_runs_only(made, program, folder, tmp_path, capsys):
+    """The other one would begin anew in the folder, and cut the logs back to nothing."""
+    (tmp_path / "checkpoint" / made).mkdir(parents=True)
+    args = vars(ng.configure(ng.parse_args(flags_for(folder, tmp_path)), False))
+    (tmp_path / "args.json").write_text(json.dumps({"args": args}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    argv = ["--resume", "--run-dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as stop:
+        ng.main(ng.parse_args(argv)) if program is ng else trl_grpo.main(argv)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "go on with that" in error and error.count("\n") == 1
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
 def test_a_response_ends_at_its_stop_string_and_padding_is_cut_off():
     """generate() of transformers pads finished rows. TRL alone would train on the first padding token where
     that is the end token, and on all of them where it is not."""
