@@ -95,7 +95,10 @@ def parse(argv):
     parser.error = lambda message: stop_run(f"behind --: {message}")
     parser.set_defaults(**fields, use_cpu=not has_cuda, bf16=has_cuda, disable_dropout=True, report_to="none",
                         disable_tqdm=True)
-    [config] = parser.parse_args_into_dataclasses(others)
+    try:
+        [config] = parser.parse_args_into_dataclasses(others)
+    except ValueError as error:  # of a name that is no field, or values that do not fit together
+        stop_run(f"behind --: {' '.join(str(error).split())[:200]}")
     if args.tis_cap is not None and not config.use_vllm:
         stop_run("--tis-cap: without -- --use_vllm true the policy itself samples, and the weight is 1")
     args.trl = f"{processes} processes {' '.join(others)}"  # kept in args.json
