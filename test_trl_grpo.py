@@ -144,7 +144,7 @@ STEPS = "--max-steps 4 --eval-every 2 --lr 1e-4".split()
 
 def test_a_killed_run_of_two_processes_ends_where_one_process_does(folder, tmp_path, stubs):
     trl_grpo.main(flags_for(folder, tmp_path / "one", *STEPS))
-    argv = folder / "fixed.py", "", *flags_for(folder, tmp_path / "two", *STEPS)
+    argv = folder / "fixed.py", "ddp", *flags_for(folder, tmp_path / "two", *STEPS)
     assert launch(*argv, KILL_AT="3")[0] != 0
     assert [line["step"] for line in read_lines(tmp_path / "two" / "metrics.jsonl")] == [0, 1, 2, 2]
     code, text = launch(*argv[:2], "--resume", "--run-dir", tmp_path / "two", "--", "--dataloader_pin_memory",
