@@ -24,7 +24,7 @@ from test_nano import EOS, TOKENIZER
 
 HERE = Path(ng.__file__).resolve().parent
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
-from tools import trl_flags, trl_grpo
+from tools import bench, trl_flags, trl_grpo
 
 # What each process runs in the place of trl_grpo.py: rollouts that follow from seed and place in the batch.
 FIXED = """
@@ -225,6 +225,19 @@ def test_a_response_ends_at_its_stop_string_and_padding_is_cut_off():
     assert [one[0] for [one] in samples] == [full, full[:4] + [EOS], made[2]]
     assert [len(one[1]) for [one] in samples] == [len(one[0]) for [one] in samples]
     assert [one[2] for [one] in samples] == [False, False, True]
+
+def test_the_bench_gives_both_sides_the_same_two_steps(capsys):
+    """Rows, weights and optimizer are the same, so the loss and both gradient norms are."""
+    argv = ("--against-trl --model tiny --rollout-batch-size 8 --group-size 4 --row-lengths 8 24 "
+            "--max-tokens 24 --rollout-tokens 4 --loss gspo --side").split()
+    found = []
+    for side in ("here", "trl"):
+        bench.one_side(*bench.parse([*argv, side]))
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    here, there = found
+    assert len(here["norms"]) == 2 and here["norms"][0] > 0.1 and here.keys() == there.keys()
+    assert here["norms"] == pytest.approx(there["norms"], rel=1e-5)
+    assert here["losses"] == pytest.approx(there["losses"], abs=1e-6)
 
 # --- The command line --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("argv, named", [
