@@ -4,9 +4,9 @@ A file, a pattern of files, a folder, a hub id or a built-in task; the fields of
 ValueError, in one line, says what cannot be read, is missing, or is in both. Last, the form in which
 samples.jsonl keeps the rows of a step.
 """
+import copy
 import csv
 import functools
-import copy
 import glob
 import gzip
 import hashlib

@@ -120,6 +120,10 @@ def countdown(fields):
     except (KeyError, TypeError, ValueError):
         return None
 
+def reward_for(example):
+    """The reward function (its name) that the ground truth of a form asks for, or None: any that reads it."""
+    return "countdown" if example.ground_truth.startswith('{"numbers"') else None
+
 def answer_in(solution):
     """The answer of a written solution: boxed, in tags, behind #### or "the answer is", or the whole of a few
     words. "" or None: there is none."""

@@ -456,13 +456,15 @@ def grade(answer, ground_truth, fast=True):
     return {"format_reward": float(answer is not None), "answer_reward": right, "reward": right}
 
 def ungradable(gold):
-    """Why nobody can be right: "empty", "too long", "proof", "sentence" or "unreadable"; else None."""
-    golds = acceptable(gold)
-    words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", golds[0])) if golds else []
-    kinds = {"empty": not golds, "too long": any(len(one) > 20 * MAX_ANSWER for one in golds),
-             "proof": re.search(r"(?i)\b(proof|proved?|qed)\b", " ".join(words)), "sentence": len(words) > 7}
-    return next((kind for kind, found in kinds.items() if found), None) or (
-        None if any(is_equal(one, one) for one in golds) else "unreadable")
+    """Why nobody can be right: "empty", "too long", "proof", "sentence" or "unreadable"; None if one of the
+    golds can be matched."""
+    reasons = []
+    for one in acceptable(gold):
+        words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", one))
+        reasons.append("too long" if len(one) > 20 * MAX_ANSWER else
+                       "proof" if re.search(r"(?i)\b(proof|proved?|qed)\b", " ".join(words)) else
+                       "sentence" if len(words) > 7 else None if is_equal(one, one) else "unreadable")
+    return None if None in reasons else [*reasons, "empty"][0]
 
 def r1_zero_answer(response):
     """The answer (str): behind the prompt's <think> one "</think> <answer>" and a last "</answer>". Or None.
@@ -506,13 +508,15 @@ def last_number_reward_fn(response, ground_truth, fast=True):
 
 def countdown_reward_fn(response, ground_truth, fast=True):
     """As r1_zero_reward_fn: an expression, then maybe "= target", has to use each number once and be exact.
+    A response without the tag <answer> may have it in its last box.
 
     ground_truth: dict or JSON text {"numbers": [..], "target": n}; "nums" is understood too.
     """
     task = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     numbers, target = sorted(map(int, task.get("numbers", task.get("nums")))), Fraction(str(task["target"]))
-    answer, right = r1_zero_answer(response), 0.0
-    expression, *claimed = (answer or "")[:MAX_ANSWER].replace("×", "*").replace("÷", "/").split("=")
+    answer, right = r1_zero_answer(response) if "<answer>" in response else last_boxed(response), 0.0
+    plain = re.sub(r"×|\\times|\\cdot", "*", re.sub(r"÷|\\div", "/", (answer or "")[:MAX_ANSWER]))
+    expression, *claimed = plain.split("=")
     with contextlib.suppress(ValueError, ZeroDivisionError):
         value, used = arithmetic(expression)
         right = float(value == target and sorted(used) == numbers and claimed[1:] == []

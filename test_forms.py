@@ -9,7 +9,7 @@ import pytest
 
 import data
 import rewards
-from forms import parse_record
+from forms import parse_record, reward_for
 
 # --- Forms of a record -------------------------------------------------------------------------------------
 def chat(*contents, roles=("user", "assistant", "user", "assistant")):
@@ -152,8 +152,17 @@ def test_any_of_several_answers_counts_and_a_countdown_is_paid_by_its_reward():
     assert [grade(said, several)["reward"] for said in ("so 1/2", "so .5", "so 2")] == [1, 1, 0]
     task = parse_record(FORMS["Countdown"][0]).ground_truth
     for expression, want in (("44 + 19 + 35", 1), ("44 + 44 + 10", 0), ("98", 0)):
-        response = f" </think> <answer> {expression} </answer>"
-        assert rewards.countdown_reward_fn(response, task)["reward"] == want
+        for response in (f" </think> <answer> {expression} </answer>", f"So \\boxed{{{expression} = 98}}."):
+            assert rewards.countdown_reward_fn(response, task)["reward"] == want
+    assert rewards.countdown_reward_fn("<answer> \\boxed{44 + 19 + 35}", task)["format_reward"] == 0
+    eights = '{"numbers": [8, 3, 8, 3], "target": 24}'
+    assert rewards.countdown_reward_fn("\\boxed{8 \\div (3 - 8 ÷ 3)}", eights)["reward"] == 1
+    assert [reward_for(parse_record(FORMS[name][0])) for name in ("Countdown", "AIME")] == ["countdown", None]
+
+def test_a_row_stays_if_one_of_its_answers_can_be_matched():
+    prose = "It is shown above that this holds for all whole numbers."
+    assert rewards.ungradable(json.dumps([prose, "5"])) is None
+    assert rewards.ungradable(json.dumps([prose, "a proof"])) == "sentence"
 
 @pytest.mark.parametrize("record, words", [
     ({"prompt": [[1]], "answer": "1"}, "no question"), ({"question": "q", "answer": []}, "no answer"),
