@@ -15,9 +15,13 @@ def read_run(folder):
     """-> (flags without those that no setting consists of, records) of a run folder."""
     if not (folder / "metrics.jsonl").is_file():
         stop_run(f"{folder} holds no run: give folders with args.json and metrics.jsonl")
-    saved = json.loads((folder / "args.json").read_text())["args"]
-    return {key: saved[key] for key in saved.keys() - {"seed", "run_dir", "resume"}}, read_lines(
-        folder / "metrics.jsonl")
+    records = read_lines(folder / "metrics.jsonl")
+    try:
+        saved = json.loads((folder / "args.json").read_text())["args"]
+        [float(value) for record in records for value in record.values() if value is not None]
+        return {key: saved[key] for key in saved.keys() - {"seed", "run_dir", "resume"}}, records
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        stop_run(f"{folder}: args.json or metrics.jsonl is damaged ({repr(error)[:80]}): leave it out")
 
 def distinguishing_flags(settings):
     """The flags that tell the settings apart, without those that only repeat another one."""
@@ -53,14 +57,17 @@ def draw_curves(run_dirs, metrics, path):
     if differ:
         lines = axis.get_legend_handles_labels()
         figure.legend(*lines, loc="outside lower center", ncols=2, fontsize="small")
-    write_atomic(Path(path), lambda temporary: figure.savefig(temporary, dpi=100, format="png"))
+    kind, known = Path(path).suffix[1:] or "png", figure.canvas.get_supported_filetypes()
+    if kind not in known:
+        stop_run(f"{path}: give a name that ends in one of .{', .'.join(sorted(known))}")
+    write_atomic(Path(path), lambda temporary: figure.savefig(temporary, dpi=100, format=kind))
 
 def main():
     about = "Draws runs on shared axes; runs that differ in the seed only become one line with a band."
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("runs", nargs="+", help="run folders")
     parser.add_argument("--metrics", nargs="+", default=CURVES, help="one panel each: keys of metrics.jsonl")
-    parser.add_argument("--output", default="curves.png", help="the figure")
+    parser.add_argument("--output", default="curves.png", help="the figure, .png, .pdf or .svg")
     given = parser.parse_args()
     draw_curves(given.runs, given.metrics, given.output)
 

@@ -22,7 +22,6 @@ import copy
 import functools
 import importlib.metadata
 import inspect
-import json
 import logging
 import math
 import os
@@ -42,9 +41,10 @@ import rewards
 import tiny
 from chat import Prompt, chat_prompt_ids, end_of_turn_ids
 from data import Curriculum, Example, fingerprint, load_examples
+from forms import reward_for
 from memory import OutOfMemory, fit_in_memory, plan_for_cuda
 from records import chunks, evaluation_metrics, is_dead, response_record, rollout_metrics, sample_records
-from run import Run, Signals, mean, stop_run, stopwatch, write_lines
+from run import Run, Signals, mean, read_lines, stop_run, stopwatch, write_lines
 
 # --- Advantages and losses. Only methods of tensors, so that --help answers before torch is imported --------
 def group_advantages(rewards_PG, baseline="mean", norm="std", eps=1e-6):
@@ -257,7 +257,9 @@ def filter_questions(examples, sampler, reward_fn, path, args):
             right = [row.reward["answer_reward"] for row in grade_rows(rows, reward_fn)]
             rates[name] = list(map(mean, chunks(right, n or 1)))
         write_lines(path, [rates])
-    rates = json.loads(path.read_text())
+    rates = dict(*read_lines(path)[:1])
+    if {len(rates.get(name, "?")) for name in ("difficulty_filter", "guessable_filter")} - {0, len(examples)}:
+        stop_run(f"{path} does not fit the data: remove it, to have the rates measured again")
     for example, rate in zip(examples, rates["difficulty_filter"]):
         example.pass_rate = rate
     guessed = {id(example) for example, rate in zip(examples, rates["guessable_filter"]) if rate}
@@ -835,6 +837,9 @@ def train(run, args, reward_fn):
                                             rewards.ungradable if args.reward_fn in rewards.REWARDS else None)
     except ValueError as error:
         stop_run(error)
+    wanted = reward_for(held_out[0])
+    if wanted and wanted != args.reward_fn and args.reward_fn in rewards.REWARDS:
+        stop_run(f"--dataset {args.dataset} has answers that another reward reads: add --reward-fn {wanted}")
     args.eval_size, args.run_dir = min(args.eval_size, len(held_out)), str(run.folder)
     policy, sampler = load_model(args)
     longest = getattr(policy.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize

@@ -3,7 +3,6 @@
   python run.py runs/A runs/B --output curves.png     draws runs on shared axes (figures.py)
 """
 import contextlib
-import hashlib
 import importlib
 import importlib.metadata
 import json
@@ -15,7 +14,10 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
+
+from files import disk, read_lines, stop_run, write_atomic, write_lines
 
 STARTED = time.time()  # of --max-hours
 HEALTH = [  # the health line: metric, label, format
@@ -30,11 +32,6 @@ HEALTH = [  # the health line: metric, label, format
     *((f"time/{stage}", stage, ".1f") for stage in ("rollout", "reward", "update", "push", "canary", "eval"))]
 MAX_BAD_STEPS = 3  # in a row, before the run stops
 SCRIPTS = [path.name for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_")]
-
-def stop_run(message):
-    """Ends the program with exit code 2 and one line that names the flag or file and the cure."""
-    print(f"nano_grpo: error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 def mean(values):
     """The mean, or None of nothing."""
@@ -89,53 +86,25 @@ class Signals:
     @classmethod
     @contextlib.contextmanager
     def end_in_one_line(cls):
-        """Turns Stopped into one line that says how to go on, and the exit code of the signal."""
+        """Turns Stopped, and an output that was closed, into one line that says how to go on, and the exit
+        code of the signal."""
         cls.has_begun = True
         try:
             yield
-        except Stopped:
+            sys.stdout.flush()
+        except (Stopped, BrokenPipeError) as error:
+            if isinstance(error, BrokenPipeError):  # such as by `| head`
+                cls.caught = signal.SIGPIPE
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter fails at its own end
             cure = f"go on with --resume --run-dir {cls.run_dir}" if cls.run_dir else "nothing had begun"
             if any(thread.name.startswith("rollout") for thread in threading.enumerate()):
                 cure += "; the rollout beside it ends first, or at once after the same signal again"
-            print(f"nano_grpo: stopped by a signal; {cure}", file=sys.stderr)
+            name = signal.Signals(cls.caught).name
+            print(f"nano_grpo: stopped by a signal ({name}); {cure}", file=sys.stderr)
             sys.exit(128 + cls.caught)
 
-# --- Files -------------------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def disk(path):
-    """Turns a full disk or a folder without rights into one line; what was written before stays."""
-    try:
-        yield
-    except Exception as error:  # OSError; torch.save and safetensors have their own
-        stop_run(f"{path} cannot be written ({str(error).splitlines()[0][:100]}): free space or "
-                 "give rights, then --resume, or take another folder; what was written before is whole")
-
-def write_atomic(path, write):
-    """write(temporary path) makes a file or a folder, which then takes the name `path`: whoever looks there
-    sees the old file or the new one. A folder that stands there keeps the files that are not written anew."""
-    temporary = path.with_name(f".{path.name}.unfinished")
-    with disk(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write(temporary)
-            if temporary.is_dir() and path.is_dir():
-                for file in temporary.iterdir():
-                    os.replace(file, path / file.name)
-                temporary.rmdir()
-            else:
-                os.replace(temporary, path)
-        finally:
-            if temporary.is_file():
-                temporary.unlink()
-
-def write_lines(path, records, **form):
-    """A .jsonl file, one object a line; with indent=2 an ordinary .json file."""
-    text = "".join(json.dumps(record, **form) + "\n" for record in records)
-    write_atomic(path, lambda temporary: temporary.write_text(text))
-
-def read_lines(path):
-    """The objects of a .jsonl file; a line that a killed run left unfinished does not count. No file: []."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+LOGS = ("metrics.jsonl", "samples.jsonl")
+HELD = {}  # run folders: their locks, of this process
 
 # --- The run -----------------------------------------------------------------------------------------------
 class Run:
@@ -144,7 +113,7 @@ class Run:
     def __init__(self, run_dir, flags):
         """run_dir: its folder; None: a new one in runs/, named after mode, data, seed and second."""
         self.flags, self.checkpoint_parts, self.records = flags, {}, []
-        self.warned, self.is_tracked, self.saved_step, self.is_new = set(), False, None, True
+        self.warned, self.is_tracked, self.saved_step, self.is_new = set(), False, None, False
         self.drawn_at = self.draw_seconds = self.saved_at = self.save_seconds = 0.0
         data = "".join(filter(str.isalnum, Path(flags["dataset"]).stem))[:40]
         name = f"runs/{flags['mode']}-{data}-seed{flags['seed']}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -153,13 +122,29 @@ class Run:
             with disk(self.folder):
                 self.folder.parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileExistsError):
-                    return self.folder.mkdir()  # of two runs only one can make it
-            self.is_new = False
-            if run_dir and (flags["resume"] or self.folder.is_dir() and not any(self.folder.iterdir())):
-                return
-            if run_dir:
-                stop_run(f"--run-dir {run_dir} holds files: add --resume if they are a run to go on with, or "
-                         "give another folder")
+                    self.folder.mkdir()  # of two runs only one can make it
+                    self.is_new = True
+            if run_dir or self.is_new:
+                break
+        self.hold_folder()
+        is_free = self.is_new or self.folder.is_dir() and not any(self.folder.iterdir())
+        if not (is_free or flags["resume"]):
+            stop_run(f"--run-dir {self.folder} holds files: add --resume if they are a run to go on with, or "
+                     "give another folder")
+        for log in LOGS if flags["resume"] else []:
+            read_lines(self.folder / log)  # a damaged one is found before a model is loaded
+
+    def hold_folder(self):
+        """Locks the folder until this process ends: two runs that are given the same one would mix files."""
+        try:
+            import fcntl
+            if self.folder.resolve() not in HELD:
+                HELD[self.folder.resolve()] = lock = os.open(self.folder, os.O_RDONLY)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stop_run(f"--run-dir {self.folder} is in use by another run: wait, or give another folder")
+        except (ImportError, OSError) as error:
+            print(f"note: {self.folder} cannot be locked ({error}): give it to no other run meanwhile")
 
     def begin(self, **checkpoint_parts):
         """Writes flags and copies of the scripts, or goes on from the newest checkpoint: its tensors go into
@@ -177,10 +162,11 @@ class Run:
         self.checkpoint_parts, self.records = checkpoint_parts, read_lines(self.folder / "metrics.jsonl")
         self.started = STARTED - self.state.pop("seconds", 0.0)
         self.is_tracked = bool(self.flags["report_to"])
-        settings = dict(project="nano_grpo", name=self.folder.name, config=self.flags, resume="allow")
-        if self.flags["report_to"] == "wandb":  # one run there for the run here, also after a resume
-            settings["id"] = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
-        self.track("init", **settings)
+        if self.is_tracked:  # one run there for the run here, also after a resume or a move
+            known = f"{self.folder.name}-{zlib.crc32(str(self.folder.resolve()).encode()):08x}"
+            known = self.state.setdefault("tracked_as", known)
+            more = dict(id=known, dir=self.folder) if self.flags["report_to"] == "wandb" else {}
+            self.track("init", project="nano_grpo", name=known, config=self.flags, resume="allow", **more)
         return self.state
 
     def __enter__(self):
@@ -208,7 +194,7 @@ class Run:
         if "train/tokens" in metrics:
             metrics["tokens_per_second"] = metrics["train/tokens"] / step_seconds(metrics)
         self.records.append(metrics)
-        for name, records in (("metrics.jsonl", [metrics]), ("samples.jsonl", samples)):
+        for name, records in zip(LOGS, ([metrics], samples)):
             with disk(self.folder / name), open(self.folder / name, "a") as file:
                 for record in records:
                     file.write(json.dumps({"step": metrics["step"]} | record) + "\n")
@@ -278,12 +264,13 @@ class Run:
                 tensors = self.state.pop(name)
                 if part:
                     part.load_state_dict(tensors)
-        for log in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
-            write_lines(log, [one for one in read_lines(log) if paths and one["step"] <= self.state["step"]])
+        for log in map(self.folder.joinpath, LOGS):
+            kept = [one for one in read_lines(log) if paths and one.get("step", 0) <= self.state["step"]]
+            write_lines(log, kept)
 
     def is_evaluated(self, step):
         """True after a resume, if the evaluation of this step was logged before."""
-        return any(record["step"] == step and "eval/accuracy" in record for record in self.records)
+        return any(record.get("step") == step and "eval/accuracy" in record for record in self.records)
 
     def save_model(self, policy, weights, tokenizer):
         """An ordinary HF folder of a model with these weights and its tokenizer."""

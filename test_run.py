@@ -4,6 +4,7 @@ Whole runs train the built-in tiny model, whose warm start is made once and kept
 ~/.cache/nano_grpo). A few are subprocesses, as a user starts them; the others are forks of this process,
 which spares the imports and lets a test change one function or send a signal at one moment.
 """
+import contextlib
 import copy
 import importlib.metadata
 import json
@@ -15,6 +16,7 @@ import re
 import resource
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -235,6 +237,65 @@ def test_a_tracker_gets_every_line_and_its_faults_are_said_once(tmp_path, monkey
     begun_run(tmp_path / "none", "--report-to", "trackio").log(lines[0])
     assert capsys.readouterr().out.count("--report-to trackio") == 1
 
+def wandb_lines(folder):
+    """What the real wandb stored offline -> ({ids of runs}, [history lines], number of ends)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    ids, lines, ends = set(), [], 0
+    for path in sorted(folder.glob("wandb/offline-*/*.wandb")):
+        # a LevelDB log: blocks of 32 KiB, each part with crc, length, kind (1 whole, 2 to 4 first to last)
+        content, place, data = path.read_bytes(), 7, b""
+        while place + 7 <= len(content):
+            place += 32768 - place % 32768 if 32768 - place % 32768 < 7 else 0
+            size, kind = int.from_bytes(content[place + 4:place + 6], "little"), content[place + 6]
+            data += content[place + 7:place + 7 + size]
+            place += 7 + size
+            if kind in (1, 4):
+                record, data = Record.FromString(data), b""
+                kind = record.WhichOneof("record_type")
+                ids |= {record.run.run_id} if kind == "run" else set()
+                ends += kind == "exit"
+                lines += [{item.key or item.nested_key[0]: json.loads(item.value_json)
+                           for item in record.history.item}] if kind == "history" else []
+    return ids, lines, ends
+
+def trackio_lines(folder):
+    rows = sqlite3.connect(folder / "nano_grpo.db").execute(
+        "select run_name, step, metrics from metrics order by id").fetchall()
+    return {name for name, _, _ in rows}, [{"step": step} | json.loads(one) for _, step, one in rows], 2
+
+TRACKED_RUN = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from test_run import new_run
+argv = ["--report-to", sys.argv[2], "--run-dir", "run"]
+with new_run("run", *argv, *sys.argv[3:-1]) as one:
+    one.begin(policy=None)
+    for line in eval(sys.argv[-1]):
+        one.log(line)
+    one.state["step"] = 2
+    one.save_checkpoint()
+"""
+
+@pytest.mark.parametrize("tracker, read", [("wandb", wandb_lines), ("trackio", trackio_lines)])
+def test_a_real_tracker_has_every_line_of_one_run_after_a_resume_and_a_move(tmp_path, tracker, read):
+    pytest.importorskip(tracker)
+    lines = [{"step": 0, "eval/accuracy": 0.1}, {"step": 1, "train/reward": 0.1, "train/kl": None},
+             {"step": 2, "train/reward": 0.2}, {"step": 2, "eval/accuracy": 0.2},
+             {"step": 3, "train/reward": 0.3}, {"step": 3, "eval/accuracy": 0.3}]
+    there = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    for folder, resume, part in (("a", [], lines[:4]), ("b", ["--resume"], lines[4:])):
+        (tmp_path / "a").rename(tmp_path / "b") if resume else (tmp_path / "a").mkdir()
+        program = [sys.executable, "-c", TRACKED_RUN, str(SCRIPT.parent), tracker, *resume, repr(part)]
+        done = subprocess.run(program, cwd=tmp_path / folder, env=os.environ | there, capture_output=True,
+                              text=True)
+        assert done.returncode == 0 and "note" not in done.stdout, done.stdout + done.stderr
+    names, stored, ends = read(tmp_path / ("b/run" if tracker == "wandb" else "trackio"))
+    assert len(names) == 1 and ends == 2
+    sent = [(line["step"], key, value) for line in lines for key, value in line.items()
+            if value is not None and key != "step"]
+    assert [(line["step"], key, value) for line in stored for key, value in line.items()
+            if key.startswith(("train/", "eval/"))] == sent
+
 # --- Figures -----------------------------------------------------------------------------------------------
 @pytest.fixture
 def drawn(monkeypatch):
@@ -291,9 +352,30 @@ def test_curves_and_checkpoint_are_due_when_twenty_times_their_seconds_have_pass
             action(force)
     assert done == [1000, 1042.1, 1060] * 2 and (one.folder / "curves.png").exists()
 
-def test_run_py_draws_folders_and_refuses_others_in_one_line(tmp_path):
+@pytest.mark.parametrize("name, content", [
+    ("metrics.jsonl", b"garbage\n"), ("metrics.jsonl", b"[1]\n"), ("metrics.jsonl", b"\xff\xfe\n"),
+    ("metrics.jsonl", b'{"step": "x"}\n'), ("metrics.jsonl", b'{"step": 1, "train/reward": "high"}\n'),
+    ("metrics.jsonl", b'{"step": 1, "train/reward": {}}\n'), ("args.json", b"[]"),
+    ("args.json", b'{"args": {"l'), ("args.json", b'{"args": 3}')])
+def test_a_damaged_run_is_refused_by_name_and_draws_nothing(tmp_path, capsys, name, content):
+    folder = Path(write_run(tmp_path / "a", [.1, .2], seed=0))
+    (folder / name).write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        figures.draw_curves([folder], figures.CURVES, tmp_path / "curves.png")
+    line, = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and name in line and not (tmp_path / "curves.png").exists()
+
+@pytest.mark.parametrize("name, start", [
+    ("f.pdf", b"%PDF"), ("f.svg", b"<?xml"), ("f", b"\x89PNG"), ("f.txt", None)])
+def test_the_name_of_a_figure_says_its_kind(tmp_path, capsys, name, start):
+    folder = write_run(tmp_path / "a", [.1, .2], seed=0)
+    with contextlib.nullcontext() if start else pytest.raises(SystemExit):
+        figures.draw_curves([folder], ["train/reward"], tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(start) if start else ".pdf" in capsys.readouterr().err
+
+def test_figures_py_draws_folders_and_refuses_others_in_one_line(tmp_path):
     write_run(tmp_path / "a", [.1, .2], seed=0, lr=1e-3)
-    script = str(SCRIPT.with_name("run.py"))
+    script = str(SCRIPT.with_name("figures.py"))
     program = [sys.executable, script, "--output", "two.png", "--metrics", "train/reward"]
     for names, code, line in (("a", 0, ""), ("a none", 2, "none holds no run")):
         done = subprocess.run([*program, "--", *names.split()], cwd=tmp_path, capture_output=True, text=True)
@@ -694,6 +776,48 @@ def test_an_error_or_a_signal_beside_an_update_loses_no_step(tmp_path):
     assert checkpoint_step(tmp_path / "run") == before + 1
     mini(tmp_path, *AGAIN)
     assert [line["step"] for line in metrics_of(tmp_path / "run", "train/")] == [1, 2, 3, 4]
+
+def test_a_folder_that_another_run_holds_is_refused(tmp_path):
+    """Empty or begun: of two processes that are given one folder only the first one writes there."""
+    (tmp_path / "run").mkdir()
+    one = new_run(tmp_path / "run")
+    mini(tmp_path, *MINI, code=2, patch=run.HELD.clear)
+    one_line(tmp_path, "--run-dir run", "in use by another run")
+    assert not list((tmp_path / "run").iterdir())
+    one.begin(policy=None)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    mini(tmp_path, *AGAIN, code=2, patch=run.HELD.clear)
+    one_line(tmp_path, "--run-dir run", "in use by another run")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+def test_a_run_whose_output_is_closed_ends_in_one_line_and_goes_on(tmp_path, unbroken):
+    def close_output():
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+
+    mini(tmp_path, *MINI, patch=close_output, code=128 + signal.SIGPIPE)
+    one_line(tmp_path, "SIGPIPE", "--resume --run-dir run")
+    mini(tmp_path, *AGAIN)
+    check_same(tmp_path, unbroken)
+
+@pytest.mark.parametrize("name, content", [
+    ("metrics.jsonl", b"garbage\n"), ("samples.jsonl", b"[1]\n"), ("metrics.jsonl", b"\xff\n"),
+    ("args.json", b"[]")])
+def test_a_damaged_log_is_told_before_a_model_is_loaded(tmp_path, unbroken, name, content):
+    shutil.copytree(unbroken / "run", tmp_path / "run")
+    (tmp_path / "run" / name).write_bytes(content)
+    mini(tmp_path, *AGAIN, code=2, patch=on_call(ng, "load_model", 1, send(9)))
+    one_line(tmp_path, f"run/{name}")
+    assert (tmp_path / "run" / name).read_bytes() == content
+
+@pytest.mark.parametrize("content", [
+    "garbage\n", "", "{}\n", '{"difficulty_filter": [1], "guessable_filter": []}\n'])
+def test_pass_rates_of_other_data_are_refused(tmp_path, capsys, content):
+    (tmp_path / "rates.json").write_text(content)
+    with pytest.raises(SystemExit):
+        ng.filter_questions([ng.Example("q", "1")] * 3, None, None, tmp_path / "rates.json", settings())
+    assert "rates.json" in capsys.readouterr().err
 
 @pytest.mark.parametrize("argv", [[], ["--overlap"]], ids=["", "overlap"])
 def test_a_stale_sampler_is_found(tmp_path, argv):
