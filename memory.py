@@ -41,6 +41,7 @@ class Sizes(NamedTuple):
     vocabulary: int
     context: int
     logits: int    # bytes of a token's logits and their gradient
+    is_tied: bool  # the output matrix is the embedding
 
 def meta_model(config):
     """The model of a transformers config in float32 without memory: shapes only."""
@@ -56,15 +57,16 @@ def sizes(config):
     matrices = [one for one in model.parameters() if one.dim() > 1 and not any(one is end for end in ends)]
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    # Tiles: two at a time, each in float32 and bfloat16. Whole logits: half of that six times.
+    # Tiles: two at a time, each in float32 and bfloat16. Whole logits: five in float32.
     is_capped = any(getattr(text, name, None) not in (None, 1) for name in CAPS)
-    logits = 24 * text.vocab_size if is_capped else 12 * min(HEAD_TILE, text.vocab_size)
+    logits = 20 * text.vocab_size if is_capped else 12 * min(HEAD_TILE, text.vocab_size)
     return Sizes(
         sum(one.numel() for one in model.parameters()), sum(one.numel() for one in matrices), ends[1].numel(),
         sum(sum(one.shape[-2:]) for one in matrices), text.hidden_size,
         getattr(text, "intermediate_size", None) or 4 * text.hidden_size, heads * head_dim,
         (getattr(text, "num_key_value_heads", None) or heads) * head_dim, text.num_hidden_layers,
-        text.vocab_size, getattr(text, "max_position_embeddings", None) or 4096, logits)
+        text.vocab_size, getattr(text, "max_position_embeddings", None) or 4096, logits,
+        ends[0] is ends[1])
 
 def lasting(model, lora_rank, copies, tensors=4):
     """Bytes of float32 weights, copies of the model, and gradients and two Adam states of what is trained:
@@ -90,11 +92,12 @@ def update_peak(model, tokens, gradient_checkpointing=False, lora_rank=None, cop
         return weights + casts + head_gradient + tokens * (model.layers * layer + head)
     # The inputs of the layers stay. Beside them stand, at the end of the forward pass, the weights that
     # autocast keeps in bfloat16; in backward one layer computed again, with the gradients inside it; or at
-    # the very end the gradient of a tied output matrix, that of the embedding, and their sum.
+    # the very end the gradient of the embedding, if tied with that of the output matrix and their sum.
     kept = tokens * 4 * hidden * model.layers
     forward = kept + tokens * (8 * inner + 14 * hidden) + (0 if lora_rank else casts)
     again = kept + tokens * max(head, layer + 4 * inner + 12 * hidden) + casts // model.layers
-    return weights + max(forward, head_gradient + again, 3 * head_gradient + tokens * 24 * hidden)
+    embedding = head_gradient * (3 if model.is_tied else 1) + tokens * 24 * hidden
+    return weights + max(forward, head_gradient + again, embedding)
 
 def plan(config, memory_gb, num_gpus, *, microbatch_tokens=None, gradient_checkpointing=None, lora_rank=None,
          gpu_memory_utilization=None, max_tokens=1024, max_model_len=None, has_engine=True, copies=0,
@@ -130,7 +133,8 @@ def plan(config, memory_gb, num_gpus, *, microbatch_tokens=None, gradient_checkp
     about = describe(known, memory_gb, rollout, least)
     if not fits:
         about += "; " + advice(model, memory_gb, num_gpus, lora_rank, dict(
-            max_tokens=max_tokens, max_model_len=max_model_len, has_engine=has_engine, advise=False))
+            max_tokens=max_tokens, max_model_len=max_model_len, has_engine=has_engine, advise=False,
+            sampler_batch_size=sampler_batch_size))
     return known._replace(about=about)
 
 def describe(known, memory_gb, rollout, least):
