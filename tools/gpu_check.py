@@ -28,6 +28,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tools import bench
 from tools.simulate import full_microbatches, simulated_peak
 
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
 # hidden, intermediate, layers, heads, key heads, vocabulary, tied, context: of the public config.json files
 SHAPES = {
     "Qwen/Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True, 32768),
@@ -299,7 +302,7 @@ def run_checks(name, sampler):
         report.check("resume", resume, folder)
         report.check("overlap", overlap, folder)
     if not has_gpu:
-        print(f"left out {name} with an engine: no GPU is usable here")
+        print(f"left out {name} with an engine, and all that CUDA does: no GPU is usable here")
     if sampler == "hf":
         print(f"left out the engine: {engine} is not installed, or --sampler hf was given")
     print(f"{report.failed} failed")
@@ -325,6 +328,4 @@ def main(argv=None):
     return run_checks(given.get("model", "Qwen/Qwen2.5-0.5B"), given.get("sampler"))
 
 if __name__ == "__main__":
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     sys.exit(main())
