@@ -161,8 +161,8 @@ def test_a_kept_copy_of_the_policy_is_in_the_simulation():
 # --- The command -------------------------------------------------------------------------------------------
 def test_the_plan_of_a_config_file_is_one_object(tmp_path):
     gpu_check.read_config("tiny").save_pretrained(tmp_path)
-    flags = "--json --gpus 2 --memory 40 --lora-rank 4 --microbatch-tokens 2048 --gradient-checkpointing".split()
-    result = run_tool("--plan", *flags, "--model", str(tmp_path / "config.json"))
+    flags = "--gpus 2 --memory 40 --lora-rank 4 --microbatch-tokens 2048 --gradient-checkpointing".split()
+    result = run_tool("--plan", "--json", *flags, "--model", str(tmp_path / "config.json"))
     record = json.loads(result.stdout)
     assert result.returncode == 0 and list(record) == [
         "fits", "microbatch_tokens", "gradient_checkpointing", "lora_rank", "engine_gb", "predicted_peak_gb",
