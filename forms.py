@@ -23,7 +23,8 @@ FORMS = [
     ("OlympiadBench, OpenMathInstruct, Minerva", "problem_statement question_text problem_text",
      "final_answer expected_answer reference_answer correct_answer gold_answer numerical_answer",
      "generated_solution rationale explanation reasoning cot"),
-    ("SYNTHETIC-1, BIG-bench", "inputs text", "verification_info gold targets answers_spans", "")]
+    ("SYNTHETIC-1, BIG-bench", "inputs text", "verification_info gold targets answers_spans", ""),
+    ("Math23K, OpenAI evals", "original_text", "ideal ans gt final", "solutions")]
 OPTIONS = "choices options"  # MMLU, ARC, AQuA; the place, the label or the text of the right one:
 RIGHT_OPTION = "answer answer_key answer_index answer_idx correct correct_answer label target"
 INSIDE = "value text number spans aliases"  # of an answer that is a dict, beside the names of FORMS

@@ -79,6 +79,8 @@ FORMS = {  # a record -> its question, ground truth, trace
     "SYNTHETIC-1": ({"prompt": "1 + 1?", "verification_info": '{"ground_truth": "2"}'},
                     ("1 + 1?", "2", None)),
     "Skywork": ({"prompt": chat("1 + 1?"), "reward_model": {"ground_truth": '["2"]'}}, ("1 + 1?", "2", None)),
+    "OpenAI evals": ({"input": with_system("S", "1 + 1?"), "ideal": ["2", "two"]},
+                     ("S\n\n1 + 1?", '["2", "two"]', None)),
     "all nested": ({"id": 1, "extra_info": {"question": "1 + 1?", "answer": "2"}}, ("1 + 1?", "2", None)),
     "messages as JSON": ({"messages": json.dumps(chat("1 + 1?")), "answer": "2"}, ("1 + 1?", "2", None)),
     "dicts as Python writes them": ({"prompt": str(chat("1 + 1?")), "reward_model": "{'ground_truth': '2'}"},
