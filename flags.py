@@ -14,8 +14,8 @@ PRESETS = {  # defaults that depend on the model
     "other": dict(dataset="math", lr=3e-5, max_steps=200, max_tokens=1024, eval_size=1024, eval_every=10)}
 DATA_PRESETS = {  # defaults that depend on the data, before those of the model
     "sort": dict(reward_fn="sort_positions"),
-    "sums": dict(prompt="chat", reward_fn="last_number", max_tokens=24, rollout_batch_size=128, lr=1e-5,
-                 max_steps=40, eval_size=200)}
+    "sums": dict(prompt="chat", reward_fn="last_number", max_tokens=24, rollout_batch_size=128, lr=2e-5,
+                 lr_decay=True, max_steps=40, eval_size=200)}
 CUDA_MODEL = "Qwen/Qwen2.5-Math-1.5B"  # the default model of a machine with CUDA; without it, tiny
 LEADERBOARD = dict(prompt="r1_zero", reward_fn="r1_zero", temperature=1.0, max_tokens=1024, max_hours=4.0,
                    eval_size=sys.maxsize)  # the protocol of the CS336 leaderboard

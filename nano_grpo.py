@@ -225,7 +225,7 @@ def keep_fitting(examples, fits, why):
 def solution_row(example, tokenizer, form, stop, end_id):
     """A written solution -> a Row with advantage 1, ended as the reward called `form` reads it, and then by
     the stop string or the end token: it has to end itself."""
-    text, answer = example.trace, example.ground_truth
+    text, answer = example.trace, rewards.acceptable(example.ground_truth)[0]
     if form == "r1_zero" and "</think>" not in text:
         text = f" {text.strip()}{END_OF_THOUGHT} {answer} </answer>"
     if form == "question_only" and not rewards.last_boxed(text):

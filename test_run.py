@@ -222,6 +222,8 @@ def test_a_tracker_gets_every_line_and_its_faults_are_said_once(tmp_path, monkey
         "def log(metrics, step): print('sent', step, metrics); assert step < 2, 'no route'\n"
         "def finish(): print('finished')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "trackio", None)  # at the end of the test this one is forgotten
+    del sys.modules["trackio"]
     one = begun_run(tmp_path / "run", "--report-to", "trackio")
     lines = [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "train/kl": None}, {"step": 2}, {"step": 3}]
     for line in lines:
