@@ -1,8 +1,7 @@
 """Data in their many forms -> examples to train on and held-out ones, with no question in both.
 
 A file, a pattern of files, a folder, a hub id or a built-in task; the fields of a record tell its form.
-ValueError, in one line, says what cannot be read, is missing, or is in both. Last, the form in which
-samples.jsonl keeps the rows of a step.
+ValueError, in one line, says what cannot be read, is missing, or is in both. Last, which question comes next.
 """
 import copy
 import csv
@@ -20,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 import tiny
-from forms import Example, parse_record  # Example is here for those who import this module
+from forms import parse_record
 
 FILE_KINDS = ("jsonl", "ndjson", "json", "csv", "tsv", "parquet", "arrow")  # also with .gz, but the last two
 SPLITS = {word: split for split, words in {

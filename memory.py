@@ -161,16 +161,20 @@ def advice(model, memory_gb, num_gpus, lora_rank, more):
                if plan(model, card, count, lora_rank=rank, **more | changes).fits]
     return f"{' or '.join(fitting[:2]) or 'a smaller model'} would fit"
 
-def plan_for_cuda(config, args, has_engine):
-    """-> the Plan for the GPUs of this machine; what it chooses goes into args."""
-    import torch
-    memory = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    known = plan(
-        config, min(memory) / GB, len(memory), microbatch_tokens=args.microbatch_tokens,
+def plan_for(config, args, memory_gb, num_gpus, has_engine):
+    """-> the Plan under the flags `args`, as they were configured for CUDA."""
+    return plan(
+        config, memory_gb, num_gpus, microbatch_tokens=args.microbatch_tokens,
         gradient_checkpointing=args.gradient_checkpointing or None, lora_rank=args.lora_rank,
         gpu_memory_utilization=args.gpu_memory_utilization, max_tokens=args.max_tokens,
         max_model_len=args.max_model_len, copies=int(bool(args.kl_coef and not args.lora_rank)),
         sampler_batch_size=args.sampler_batch_size, has_engine=has_engine)
+
+def plan_for_cuda(config, args, has_engine):
+    """-> the Plan for the GPUs of this machine; what it chooses goes into args."""
+    import torch
+    memory = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    known = plan_for(config, args, min(memory) / GB, len(memory), has_engine)
     for key in ("microbatch_tokens", "gradient_checkpointing", "gpu_memory_utilization"):
         setattr(args, key, getattr(known, key))
     return known

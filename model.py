@@ -64,16 +64,21 @@ def without_adapters(policy):
         for layer in layers:
             layer.enable_adapters(True)
 
+def loaded_names(policy):
+    """{name in state_dict: name in the model as loaded}, without adapters. Those of state_dict, because
+    named_parameters lacks a tied output matrix, which some engines keep."""
+    return {name: name.replace(".base_layer.", ".") for name in policy.state_dict() if ".lora_" not in name}
+
 @torch.no_grad()
 def merged_weights(policy):
     """(name, weight) of all weights under the names of the model as loaded, with adapters added in, one after
-    the other. Those of state_dict: named_parameters lacks a tied output matrix, which some engines keep."""
-    for name, weight in policy.state_dict().items():
-        owner, _, kind = name.rpartition(".base_layer.")
-        if kind == "weight" and owner:
+    the other."""
+    weights = policy.state_dict()
+    for name, loaded_name in loaded_names(policy).items():
+        weight, (owner, _, kind) = weights[name], name.rpartition(".base_layer.")
+        if owner and kind == "weight":
             weight = weight + policy.get_submodule(owner).get_delta_weight("default")
-        if ".lora_" not in name:
-            yield f"{owner}.{kind}" if owner else name, weight
+        yield loaded_name, weight
 
 def new_cache(config):
     """For the keys and values of what a model has read. Keys are kept in the dtype of the values: under

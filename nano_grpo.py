@@ -40,8 +40,8 @@ import flags
 import rewards
 import tiny
 from chat import Prompt, chat_prompt_ids, end_of_turn_ids
-from data import Curriculum, Example, fingerprint, load_examples
-from forms import reward_for
+from data import Curriculum, fingerprint, load_examples
+from forms import Example, reward_for
 from memory import OutOfMemory, fit_in_memory, plan_for_cuda
 from records import chunks, evaluation_metrics, is_dead, response_record, rollout_metrics, sample_records
 from run import Run, Signals, mean, read_lines, stop_run, stopwatch, write_lines
@@ -158,9 +158,9 @@ PROMPTS = {"r1_zero": Prompt(R1_ZERO_PROMPT, "</answer>", "r1_zero"),  # templat
            "chat": Prompt(None, None, "question_only")}  # the model's own chat format, from its tokenizer
 END_OF_THOUGHT = " </think> <answer>"
 
-def prompt_text(prompt, question):
-    """The text that is asked; replace, not format: questions contain braces."""
-    return flags.find_prompt(PROMPTS, prompt).template.replace("{question}", question)
+def prompt_template(prompt):
+    """The text that is asked, with {question} in it; to be replaced, not formatted: questions have braces."""
+    return flags.find_prompt(PROMPTS, prompt).template
 
 # --- Command line ------------------------------------------------------------------------------------------
 FLAGS = flags.complete_table(LOSSES, PROMPTS)
@@ -181,8 +181,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from model import (add_adapters, autocast, can_cut_cache, checkpoint_layers, load_policy, merged_weights,
-                   new_cache, token_log_probs, without_adapters)
+from model import (add_adapters, autocast, can_cut_cache, checkpoint_layers, load_policy, loaded_names,
+                   merged_weights, new_cache, token_log_probs, without_adapters)
 
 # --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
@@ -204,11 +204,12 @@ class Row:
 
 def add_prompts(examples, tokenizer, args):
     """Fills prompt_ids; drops questions that leave no room for max_tokens in the model's context (tokens)."""
+    template = "" if args.prompt == "chat" else prompt_template(args.prompt)  # once: it may be a file
     for example in examples:
         if args.prompt == "chat":
             example.prompt_ids = chat_prompt_ids(tokenizer, example)
             continue
-        example.prompt_ids = tokenizer.encode(prompt_text(args.prompt, example.question))
+        example.prompt_ids = tokenizer.encode(template.replace("{question}", example.question))
         while example.prompt_ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end each text so
             example.prompt_ids.pop()
     fits = [0 < len(example.prompt_ids) <= args.context - args.max_tokens for example in examples]
@@ -451,19 +452,22 @@ class VLLMSampler:
     def __init__(self, engine, policy, tokenizer, eos_ids, stop, temperature, min_tokens):
         self.engine, self.tokenizer, self.eos_ids, self.stop = engine, tokenizer, eos_ids, stop
         self.temperature, self.min_tokens = temperature, min_tokens
-        self.names = {name for name, _ in merged_weights(policy)}  # as loaded, before anything wraps it
+        self.names = set(loaded_names(policy).values())  # as loaded, before anything wraps it
         # those that the engine neither fuses nor transposes: after a push they have to be equal bit for bit
-        self.unfused = {name for name, is_equal in self.compare(policy).items() if is_equal}
+        self.unfused = self.held(policy)
         self.shares_gpu, self.asleep = torch.cuda.device_count() == 1, False
 
-    def compare(self, policy):
-        """-> {name: does the engine hold this weight of the policy, cast to its dtype?} of common names."""
-        def is_held(held, weight):
-            held = held[:len(weight)]  # the vocabulary may be padded
-            return held.shape == weight.shape and torch.equal(held, weight.to(held))
-        return self.engine.apply_model(lambda model: {
-            name: is_held(model.get_parameter(name), weight) for name, weight in merged_weights(policy)
-            if name in dict(model.named_parameters())})[0]
+    def held(self, policy):
+        """-> the names of the weights of the policy that the engine holds, cast to its dtype, bit for bit."""
+        def of_engine(model):
+            parameters, names = dict(model.named_parameters()), set()
+            for name, weight in merged_weights(policy):
+                if name in parameters:
+                    held = parameters[name][:len(weight)]  # the vocabulary may be padded
+                    if held.shape == weight.shape and torch.equal(held, weight.to(held)):
+                        names.add(name)
+            return names
+        return self.engine.apply_model(of_engine)[0]
 
     def sleep(self):
         """On a shared GPU: gives up weights and cache until the next push, for the policy to train."""
@@ -473,7 +477,7 @@ class VLLMSampler:
 
     def push(self, policy, version):
         """Copies all weights, device to device, cast to the engine's dtype, and drops the cached prompts."""
-        names, self.version = {name for name, _ in merged_weights(policy)}, None
+        names, self.version = set(loaded_names(policy).values()), None
         if names != self.names:  # a part of the weights would be loaded without a word
             raise PushError(f"push: wrong weight names, such as {sorted(names ^ self.names)[:3]}")
         if self.asleep:  # weights first: all at once would not fit beside the trainer's
@@ -482,9 +486,8 @@ class VLLMSampler:
         self.engine.apply_model(lambda model: model.load_weights(
             item for item in merged_weights(policy)
             if item[0] != "lm_head.weight" or hasattr(model, "lm_head")))  # tied, some engines have none
-        if stale := [name for name, is_equal in self.compare(policy).items()
-                     if name in self.unfused and not is_equal]:
-            raise PushError(f"push: the engine does not hold the new {stale[0]}: take --sampler hf")
+        if stale := self.unfused - self.held(policy):
+            raise PushError(f"push: the engine does not hold the new {min(stale)}: take --sampler hf")
         if self.asleep:
             self.engine.wake_up(tags=["kv_cache"])
         if not self.engine.reset_prefix_cache():
@@ -721,8 +724,9 @@ def update(policy, reference, optimizer, rows, step, args):
     for epoch in range(args.epochs_per_rollout_batch):
         order = random.Random(seed_for(args.seed, f"epoch {epoch}", step)).sample(rows, len(rows))
         batches += chunks(order, args.train_batch_size)
+    lr = learning_rate(step, args)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, args)
+        group["lr"] = lr
     if args.overlap:  # the policy that sampled is a step older than this one
         for row in rows:
             row.old_log_probs = row.sampler_log_probs
@@ -748,7 +752,7 @@ def update(policy, reference, optimizer, rows, step, args):
     per_token = {f"train/{key}": totals[key] / tokens if key in totals else None
                  for key in ("entropy", "clip_fraction", "ratio_outside", "kl")}
     return {"train/loss": totals["loss"] / steps, "train/grad_norm": totals["grad_norm"] / steps, **per_token,
-            "train/lr": learning_rate(step, args), "train/bad_steps": totals["bad_steps"] or None}
+            "train/lr": lr, "train/bad_steps": totals["bad_steps"] or None}
 
 # --- Evaluation --------------------------------------------------------------------------------------------
 def evaluate(sampler, held_out, reward_fn, step, args):
@@ -795,9 +799,7 @@ def train_loop(run, policy, reference, optimizer, sampler, questions, held_out, 
                 results, rows = evaluate(sampler, held_out, reward_fn, step, args)
             records = [response_record(row, sampler.tokenizer) for row in rows]
             with Signals.hold():  # all three logs or none
-                for name in ("evaluation.jsonl", "evaluation-first.jsonl")[:1 if step else 2]:
-                    write_lines(run.folder / name, records)
-                run.log(metrics | results, [] if step else records[:8])
+                run.log_evaluation(metrics | results, records)
             run.draw(is_last)
         if is_last:
             return
@@ -858,7 +860,7 @@ def train(run, args, reward_fn):
           f"{run.folder}")
     known = {name: fingerprint(part) for name, part in (("train", train_set), ("held_out", held_out))}
     known["template"] = (sampler.tokenizer.chat_template if args.prompt == "chat"
-                         else prompt_text(args.prompt, "{question}"))
+                         else prompt_template(args.prompt))
     if state.setdefault("data", known) != known:
         what = "prompt" if state["data"].get("template") != known["template"] else "dataset"
         stop_run(f"--resume: --{what} {getattr(args, what)} asks otherwise than before: restore what it was")

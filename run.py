@@ -205,6 +205,12 @@ class Run:
         self.track("log", sent, step=metrics["step"])
         self.warn_of_collapse()
 
+    def log_evaluation(self, metrics, records):
+        """As log, and all answers to evaluation.jsonl; those of step 0 stay in evaluation-first.jsonl."""
+        for name in ("evaluation.jsonl", "evaluation-first.jsonl")[:1 if metrics["step"] else 2]:
+            write_lines(self.folder / name, records)
+        self.log(metrics, [] if metrics["step"] else records[:8])
+
     def warn_of_collapse(self):
         """Stops after steps that were not finite. Warns, once a metric, of a collapse: the mean of 20 steps
         is far from that of the first 20 (length, entropy) or of the best 20 (reward)."""
@@ -264,9 +270,12 @@ class Run:
                 tensors = self.state.pop(name)
                 if part:
                     part.load_state_dict(tensors)
+        self.cut_logs(self.state["step"] if paths else -1)
+
+    def cut_logs(self, step):
+        """Leaves what was logged up to this step; -1: nothing."""
         for log in map(self.folder.joinpath, LOGS):
-            kept = [one for one in read_lines(log) if paths and one.get("step", 0) <= self.state["step"]]
-            write_lines(log, kept)
+            write_lines(log, [one for one in read_lines(log) if one.get("step", 0) <= step])
 
     def is_evaluated(self, step):
         """True after a resume, if the evaluation of this step was logged before."""

@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 import chat
-from data import Example
+from forms import Example
 
 # --- Chat formats of public families, each template written anew from its format ---------------------------
 class Family(NamedTuple):

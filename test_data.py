@@ -372,7 +372,7 @@ def test_the_pre_training_texts_begin_sound_and_end_as_the_mixture_of_styles(mon
         assert abs(found - share) < 4 * math.sqrt(share * (1 - share) / 500)
 
 def test_tiny_tokenizer_reads_the_prompt_in_few_tokens_and_survives_saving(tmp_path):
-    text = ng.prompt_text("r1_zero", "What is 1 + 2 + 3 + 4 ?")
+    text = ng.prompt_template("r1_zero").replace("{question}", "What is 1 + 2 + 3 + 4 ?")
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text and len(ids) - len(TOKENIZER.encode("What is 1 + 2 + 3 + 4 ?")) < 20
     TOKENIZER.save_pretrained(tmp_path)

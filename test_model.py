@@ -202,7 +202,7 @@ def test_a_prompt_never_ends_with_the_end_of_text():
     example, encode = ng.Example("What is 1 + 2 ?", "3"), tokenizer.encode
     tokenizer.encode = lambda text, **how: encode(text, **how) + [EOS]
     example, = ng.add_prompts([example], tokenizer, settings())
-    assert example.prompt_ids == encode(ng.prompt_text("r1_zero", example.question))
+    assert example.prompt_ids == encode(ng.prompt_template("r1_zero").replace("{question}", example.question))
 
 def test_small_floats_are_the_numbers_that_were_written(tmp_path):
     import datasets

@@ -209,7 +209,7 @@ def test_lines_files_and_functions_are_short():
 @pytest.mark.parametrize("function", [
     ng.group_advantages, *(loss.compute for loss in ng.LOSSES.values()), ng.kl_estimate, ng.kl_loss,
     ng.aggregate_loss, ng.microbatches, ng.pack, ng.pad, ng.response_log_probs,
-    ng.cache_log_probs, ng.sample, ng.check_push, ng.prompt_text, data.load_examples,
+    ng.cache_log_probs, ng.sample, ng.check_push, ng.prompt_template, data.load_examples,
     *(method for sampler in (ng.HFSampler, ng.VLLMSampler)
       for method in vars(sampler).values() if inspect.isfunction(method))])
 def test_what_others_copy_takes_plain_values_and_never_the_flags(function):
@@ -828,7 +828,7 @@ def test_prompts_over_the_context_are_dropped_counted_and_the_others_keep_their_
     """Prompt + budget over the model's context stops an engine: trl#3180."""
     examples = [ng.Example("a" * length, "1") for length in (10, 60, 20, 100, 37, 38)]
     args = settings("--max-tokens 50")
-    args.context = len(TOKENIZER.encode(ng.prompt_text("r1_zero", ""))) + 37 + 50
+    args.context = len(TOKENIZER.encode(ng.prompt_template("r1_zero").replace("{question}", ""))) + 37 + 50
     kept = ng.add_prompts(examples, TOKENIZER, args)
     assert [len(example.question) for example in kept] == [10, 20, 37]
     assert "3 of 6 rows dropped" in capsys.readouterr().out

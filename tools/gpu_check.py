@@ -58,17 +58,9 @@ def read_config(name):
                            f"folder, a hub id that can be reached, or one of {', '.join(SHAPES)}")
 
 # --- The plan ----------------------------------------------------------------------------------------------
-def plan_for(config, memory_gb, gpus, given, args):
-    return memory.plan(
-        config, memory_gb, gpus, microbatch_tokens=given.get("microbatch_tokens"),
-        gradient_checkpointing=given.get("gradient_checkpointing"), lora_rank=args.lora_rank,
-        gpu_memory_utilization=args.gpu_memory_utilization, max_tokens=args.max_tokens,
-        max_model_len=args.max_model_len, has_engine=args.sampler != "hf",
-        copies=bool(args.kl_coef and not args.lora_rank), sampler_batch_size=args.sampler_batch_size)
-
-def show_plan(own, given, args):
+def show_plan(own, args):
     config = read_config(args.model)
-    known = plan_for(config, own.memory, own.gpus, given, args)
+    known = memory.plan_for(config, args, own.memory, own.gpus, args.sampler != "hf")
     simulated = simulated_peak(config, known, args) / memory.GB
     if own.json:
         keys = "fits microbatch_tokens gradient_checkpointing lora_rank engine_gb predicted_peak_gb".split()
@@ -116,8 +108,9 @@ def versions():
     return text + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ", built without CUDA")
 
 def peak(name):
-    config, args = read_config(name), ng.configure({"model": name, "sampler": "hf"}, True)
-    known = plan_for(config, 80, 1, {"microbatch_tokens": 4096}, args)
+    given = {"model": name, "sampler": "hf", "microbatch_tokens": 4096}
+    config, args = read_config(name), ng.configure(given, True)
+    known = memory.plan_for(config, args, 80, 1, has_engine=False)
     gb, want = simulated_peak(config, known, args) / memory.GB, known.predicted_peak_gb
     return hold(abs(want / gb - 1) <= 0.1, f"{gb:.2f} GiB under fake tensors, {want:.2f} by the formula")
 
@@ -324,7 +317,7 @@ def main(argv=None):
     if own.table:
         return show_table()
     if own.plan:
-        return show_plan(own, given, ng.configure(given, True))
+        return show_plan(own, ng.configure(given, True))
     return run_checks(given.get("model", "Qwen/Qwen2.5-0.5B"), given.get("sampler"))
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import nano_grpo as ng  # before torch: it sets the number of threads
 import torch
 import transformers
 from accelerate.utils import broadcast_object_list, gather_object
-from run import Run, read_lines, step_seconds, stop_run, stopwatch, write_lines
+from run import Run, step_seconds, stop_run, stopwatch
 from tools import trl_flags
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -70,9 +70,7 @@ class Bridge(transformers.TrainerCallback):
             results, rows = ng.evaluate(self.sampler, self.held_out, self.reward_fn, self.step, self.args)
         if self.run:
             records = [ng.response_record(row, self.sampler.tokenizer) for row in rows]
-            for name in ("evaluation.jsonl", "evaluation-first.jsonl")[:1 if self.step else 2]:
-                write_lines(self.run.folder / name, records)
-            self.run.log(metrics | results, [] if self.step else records[:8])
+            self.run.log_evaluation(metrics | results, records)
             self.run.draw(self.step == self.args.max_steps)
 
     def on_train_begin(self, _, state, control, **__):
@@ -122,8 +120,7 @@ def main(argv):
         last = get_last_checkpoint(folder / "checkpoint") if (folder / "checkpoint").is_dir() else None
         if run:
             step = int(last.rpartition("-")[2]) // trl_flags.steps_a_rollout(args) if last else -1
-            for log in (folder / "metrics.jsonl", folder / "samples.jsonl"):  # cut back to the checkpoint
-                write_lines(log, [record for record in read_lines(log) if record["step"] <= step])
+            run.cut_logs(step)  # back to the checkpoint
             run.flags |= {"run_dir": str(folder), "resume": False}
             run.begin()
             run.started -= sum(map(step_seconds, run.records))
