@@ -72,7 +72,7 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
              "--mode grpo: other modes have no ratio to the policy that sampled",
              "--loss {ratio}: without that ratio nothing corrects for it"),
         Flag("--max-engine-gap", float, None,
-             "stop if sampler and policy differ by more nats a token (default: 0.1 with CUDA, else 0.001)")],
+             "stop if sampler and policy differ by more nats a token (default: 0.1 with CUDA, else 0.0001)")],
     ("advantage", "grpo"): [
         Flag("--dynamic-sampling", int, 0, "DAPO: up to n more rollouts a step in the place of dead groups",
              "--baseline mean|loo|max: without a baseline equal rewards teach too"),
@@ -210,7 +210,7 @@ def configure(losses, prompts, given, has_cuda):
         loss=loss, cliprange=cliprange, cliprange_high=high,
         advantage_norm="std" if has_std else "none", train_batch_size=known["rollout_batch_size"],
         loss_aggregation="constant" if known["no_length_norm"] else row.aggregation,
-        max_engine_gap=0.1 if has_cuda else 1e-3, microbatch_tokens=None if has_cuda else 4096,
+        max_engine_gap=0.1 if has_cuda else 1e-4, microbatch_tokens=None if has_cuda else 4096,
         stop=prompt.stop, reward_fn=prompt.reward_fn, eval_temperature=known["temperature"])
     args = argparse.Namespace(**{
         key: known[key] if known[key] is not None else derived.get(key) for key in defaults})

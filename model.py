@@ -69,6 +69,12 @@ def loaded_names(policy):
     named_parameters lacks a tied output matrix, which some engines keep."""
     return {name: name.replace(".base_layer.", ".") for name in policy.state_dict() if ".lora_" not in name}
 
+def tied_weights(policy):
+    """(name, weight) of each weight that the model has under another name too."""
+    first = {}
+    return [(name, weight) for name, weight in policy.state_dict().items()
+            if first.setdefault((weight.data_ptr(), weight.shape), name) != name]
+
 @torch.no_grad()
 def merged_weights(policy):
     """(name, weight) of all weights under the names of the model as loaded, with adapters added in, one after
@@ -79,6 +85,17 @@ def merged_weights(policy):
         if owner and kind == "weight":
             weight = weight + policy.get_submodule(owner).get_delta_weight("default")
         yield loaded_name, weight
+
+def equal_weights(model, weights):
+    """-> the names of the (name, weight) that a model of any dtype holds, cast to it, bit for bit. Not those
+    of one number: in another order they would be equal too."""
+    parameters, names = dict(model.named_parameters()), set()
+    for name, weight in weights:
+        if name in parameters:
+            held = parameters[name][:len(weight)]  # an engine may pad the vocabulary
+            if held.shape == weight.shape and torch.equal(held, weight.to(held)) and held.max() > held.min():
+                names.add(name)
+    return names
 
 def new_cache(config):
     """For the keys and values of what a model has read. Keys are kept in the dtype of the values: under

@@ -174,6 +174,7 @@ if __name__ == "__main__":
 usable_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores))  # or vLLM sets the trainer's threads to 1
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a hub out of reach is told in one line, not at each try
 # or Adam's states, made after the first pass, would lie in its memory, which then cannot be given back
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
@@ -181,8 +182,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from model import (add_adapters, autocast, can_cut_cache, checkpoint_layers, load_policy, loaded_names,
-                   merged_weights, new_cache, token_log_probs, without_adapters)
+from model import (add_adapters, autocast, can_cut_cache, checkpoint_layers, equal_weights, load_policy,
+                   loaded_names, merged_weights, new_cache, tied_weights, token_log_probs, without_adapters)
 
 # --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
@@ -453,21 +454,22 @@ class VLLMSampler:
         self.engine, self.tokenizer, self.eos_ids, self.stop = engine, tokenizer, eos_ids, stop
         self.temperature, self.min_tokens = temperature, min_tokens
         self.names = set(loaded_names(policy).values())  # as loaded, before anything wraps it
+        self.left_out = {name for name, weight in tied_weights(policy) if not self.takes(name, weight)}
         # those that the engine neither fuses nor transposes: after a push they have to be equal bit for bit
         self.unfused = self.held(policy)
         self.shares_gpu, self.asleep = torch.cuda.device_count() == 1, False
 
+    def takes(self, name, weight):
+        """False if the engine knows no weight of this name: a tied matrix it may have under one name only."""
+        try:
+            self.engine.apply_model(lambda model: model.load_weights([(name, weight)]))
+            return True
+        except Exception:  # of any kind: each architecture has a loader of its own
+            return False
+
     def held(self, policy):
         """-> the names of the weights of the policy that the engine holds, cast to its dtype, bit for bit."""
-        def of_engine(model):
-            parameters, names = dict(model.named_parameters()), set()
-            for name, weight in merged_weights(policy):
-                if name in parameters:
-                    held = parameters[name][:len(weight)]  # the vocabulary may be padded
-                    if held.shape == weight.shape and torch.equal(held, weight.to(held)):
-                        names.add(name)
-            return names
-        return self.engine.apply_model(of_engine)[0]
+        return self.engine.apply_model(lambda model: equal_weights(model, merged_weights(policy)))[0]
 
     def sleep(self):
         """On a shared GPU: gives up weights and cache until the next push, for the policy to train."""
@@ -484,10 +486,11 @@ class VLLMSampler:
             torch.cuda.empty_cache()
             self.engine.wake_up(tags=["weights"])
         self.engine.apply_model(lambda model: model.load_weights(
-            item for item in merged_weights(policy)
-            if item[0] != "lm_head.weight" or hasattr(model, "lm_head")))  # tied, some engines have none
-        if stale := self.unfused - self.held(policy):
+            (name, weight) for name, weight in merged_weights(policy) if name not in self.left_out))
+        names = self.held(policy)
+        if stale := self.unfused - names:
             raise PushError(f"push: the engine does not hold the new {min(stale)}: take --sampler hf")
+        self.unfused |= names  # a bias of zeros tells nothing before its first step
         if self.asleep:
             self.engine.wake_up(tags=["kv_cache"])
         if not self.engine.reset_prefix_cache():
