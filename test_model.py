@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import tiny
 from test_nano import EOS, TOKENIZER, close, flat, make_row, plain_log_probs, random_policy, settings
 from test_run import needs_vllm
 
+HERE = Path(ng.__file__).resolve().parent
 SIZES = dict(
     vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=1,
@@ -107,24 +109,32 @@ def engine_gaps(name):
                 weight.add_(0.05 * torch.randn_like(weight))
     return max(errors), ((got - truth).norm() / truth.norm()).item()
 
+def engine_gaps_alone(name):
+    """engine_gaps in a process of its own: an engine leaves traces that change the next one."""
+    code = f"import test_model; print(*(f'{{gap:.0e}}' for gap in test_model.engine_gaps({name!r})))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE)
+
 @needs_vllm
 # olmo2: served through transformers' class, which vLLM changes; the others: tied, under names of their own
 @pytest.mark.parametrize("name", ["olmo2", "gemma2", "biogpt"])
 def test_beside_the_engine_a_policy_is_what_it_is_without(name):
-    log_probs, gradient = engine_gaps(name)
+    done = engine_gaps_alone(name)
+    assert done.returncode == 0, done.stderr
+    log_probs, gradient = map(float, done.stdout.split()[-2:])
     assert log_probs < 1e-4 and gradient < 1e-5
 
 @needs_vllm
 @pytest.mark.parametrize("name, more, word", [
     ("mixtral", {}, "mixture of experts"), ("qwen2", {"hidden_size": 32}, "head_dim=8"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "did not start")])
-def test_a_model_that_the_engine_cannot_serve_is_refused_in_one_line(tmp_path, capsys, name, more, word):
+def test_a_model_that_the_engine_cannot_serve_is_refused_in_one_line(tmp_path, name, more, word):
     small_model(name, **{"hidden_size": 128, "head_dim": 32} | more).save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit):
-        ng.load_model(settings("--sampler vllm --model", str(tmp_path)))
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("nano_grpo: error") and word in line and "--sampler hf" in line
+    flags = ["--mode", "eval", "--sampler", "vllm", "--dataset", "arithmetic", "--model", str(tmp_path)]
+    done = subprocess.run([sys.executable, ng.__file__, *flags], capture_output=True, text=True, cwd=tmp_path)
+    line = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and line.startswith("nano_grpo: error") and "Traceback" not in done.stderr
+    assert word in line and "--sampler hf" in line
 
 @pytest.mark.parametrize("name", TEN)
 def test_log_probs_gradients_and_samples_are_those_of_the_models_own_forward(name):
@@ -254,8 +264,7 @@ def print_engine_table(names):
     print("| architecture | vLLM: log-probs, gradient of the policy |")
     print("|---|---|")
     for name in names:
-        code = f"import test_model; print(*(f'{{gap:.0e}}' for gap in test_model.engine_gaps({name!r})))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = engine_gaps_alone(name)
         last = (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1:]
         print("|", name, "|", *(line.split("--sampler vllm: ")[-1] for line in last), "|", flush=True)
 
@@ -359,6 +368,35 @@ def test_a_weight_that_the_engine_keeps_in_another_form_is_not_compared():
     assert "model.layers.0.self_attn.q_proj.weight" not in sampler.unfused
     assert "model.layers.1.self_attn.q_proj.weight" in sampler.unfused
     sampler.push(policy, 1)
+
+def test_a_weight_of_one_number_tells_nothing_of_the_order_in_which_the_engine_keeps_it():
+    policy = random_policy()
+    engine, norm = Engine(policy, lambda name: True), policy.model.norm.weight  # all ones, as it begins
+    engine.model.load_weights = lambda weights: [
+        engine.model.get_parameter(name).data.copy_(weight.flip(0) if name == "model.norm.weight" else weight)
+        for name, weight in weights]
+    sampler = ng.VLLMSampler(engine, policy, None, [EOS], None, 1.0, 0)
+    with torch.no_grad():
+        norm[0] *= 1.5
+    sampler.push(policy, 1)
+    assert sampler.version == 1 and "model.norm.weight" not in sampler.unfused
+
+@pytest.mark.parametrize("other", [True, False])
+def test_a_tied_matrix_is_pushed_under_the_names_that_the_engine_takes(other):
+    policy = random_policy(tied=True)
+    engine, pushed = Engine(policy, lambda name: pushed.append(name) or True), []
+    load = engine.model.load_weights
+
+    def refuses(weights):
+        for name, weight in weights:
+            if name == "lm_head.weight" and not other:
+                raise KeyError(name)
+            load([(name, weight)])
+    engine.model.load_weights = refuses
+    sampler = ng.VLLMSampler(engine, policy, None, [EOS], None, 1.0, 0)
+    pushed.clear()
+    sampler.push(policy, 0)
+    assert set(policy.state_dict()) - set(pushed) == (set() if other else {"lm_head.weight"})
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["vllm"]:

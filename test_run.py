@@ -505,6 +505,8 @@ MINI = ("--rollout-batch-size 16 --group-size 4 --train-batch-size 16 --max-toke
         "--eval-every 2 --max-steps 4 --sampler hf --run-dir run").split()
 AGAIN = ["--resume", "--run-dir", "run"]
 
+set_num_threads = torch.set_num_threads  # a vLLM engine puts one in its place that does nothing
+
 def fork(folder, *argv, patch=lambda: None, draws=False):
     """The script in a copy of this process, which spares the imports; `patch` changes the copy -> its id."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it warns of the fork
@@ -519,7 +521,7 @@ def fork(folder, *argv, patch=lambda: None, draws=False):
             os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         signal.alarm(60)  # ends a run that hangs
-        torch.set_num_threads(1)  # threads do not outlive a fork
+        set_num_threads(1)  # threads do not outlive a fork
         torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0  # nor does CUDA
         rewards.WORKER.clear()
         rewards.STATS.update(graded=0, symbolic=0, timeouts=0, errors=0)
