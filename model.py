@@ -3,6 +3,7 @@ its layers can be computed again in backward."""
 import contextlib
 import functools
 import importlib.util
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,18 @@ def plain_class(path, auto_class):
     module = importlib.util.module_from_spec(spec)  # not in sys.modules: the first copy stays what it is
     spec.loader.exec_module(module)
     return getattr(module, known.__name__)
+
+def load_tokenizer(path):
+    """ValueError says what a folder lacks: transformers would look on the hub, or make an empty tokenizer."""
+    from transformers import AutoTokenizer
+    if (Path(path) / "adapter_config.json").exists():
+        raise ValueError(f"--model {path} holds adapters, not a whole model: add them to their base (peft: "
+                         "merge_and_unload) and save that")
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    if not tokenizer.encode("1", add_special_tokens=False):
+        raise ValueError(f"--model {path} has no tokenizer: copy tokenizer.json and tokenizer_config.json "
+                         "from the model that it was made from")
+    return tokenizer
 
 def load_policy(path, auto_class, is_beside_vllm=False):
     """The model with all its weights, in float32: in bfloat16 a small update rounds back to the old value.

@@ -183,7 +183,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from model import (add_adapters, autocast, can_cut_cache, checkpoint_layers, equal_weights, load_policy,
-                   loaded_names, merged_weights, new_cache, tied_weights, token_log_probs, without_adapters)
+                   load_tokenizer, loaded_names, merged_weights, new_cache, tied_weights, token_log_probs,
+                   without_adapters)
 
 # --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
@@ -260,7 +261,8 @@ def filter_questions(examples, sampler, reward_fn, path, args):
             rates[name] = list(map(mean, chunks(right, n or 1)))
         write_lines(path, [rates])
     rates = dict(*read_lines(path)[:1])
-    if {len(rates.get(name, "?")) for name in ("difficulty_filter", "guessable_filter")} - {0, len(examples)}:
+    if not all(isinstance(one, list) and len(one) in (0, len(examples)) and {*map(type, one)} <= {int, float}
+               for one in map(rates.get, ("difficulty_filter", "guessable_filter"))):
         stop_run(f"{path} does not fit the data: remove it, to have the rates measured again")
     for example, rate in zip(examples, rates["difficulty_filter"]):
         example.pass_rate = rate
@@ -291,7 +293,7 @@ def load_model(args):
     has_engine = wants_vllm(args.sampler, has_cuda)
     try:
         path = str(tiny.warm_start(args.dataset, R1_ZERO_PROMPT)) if path == "tiny" else path
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = load_tokenizer(path)
         chat_end, stop = end_of_turn_ids(tokenizer, []) if args.prompt == "chat" else ([], None)
         if has_cuda and args.mode != "eval":
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -874,6 +876,7 @@ def train(run, args, reward_fn):
     questions = Curriculum(train_set, args.curriculum, args.seed, state.get("questions"))
     train_loop(run, policy, reference, optimizer, sampler, questions, held_out, reward_fn, args)
     if args.mode != "eval":
+        policy.cpu()  # with adapters the weights are a second copy, for which a GPU may have no room
         run.save_model(policy, dict(merged_weights(policy)), sampler.tokenizer)
     run.write_result(**known)
 

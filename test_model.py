@@ -198,6 +198,19 @@ def test_damaged_weights_are_refused_in_one_line(tmp_path, capsys, damage):
         load(folder)
     assert len(capsys.readouterr().err.splitlines()) == 1
 
+def test_a_folder_without_tokenizer_or_with_adapters_only_is_told_what_it_lacks(tmp_path, capsys):
+    policy = random_policy(dtype=torch.float32)
+    policy.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        load(tmp_path)
+    assert "has no tokenizer: copy tokenizer.json" in capsys.readouterr().err
+    TOKENIZER.save_pretrained(tmp_path)
+    load(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        load(tmp_path)
+    assert "holds adapters, not a whole model" in capsys.readouterr().err
+
 # --- What is asked, read and counted -----------------------------------------------------------------------
 def test_tags_that_are_special_tokens_stay_in_the_text_and_ends_do_not():
     tokenizer = tiny.tiny_tokenizer(ng.R1_ZERO_PROMPT)

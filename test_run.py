@@ -817,7 +817,9 @@ def test_a_damaged_log_is_told_before_a_model_is_loaded(tmp_path, unbroken, name
     assert (tmp_path / "run" / name).read_bytes() == content
 
 @pytest.mark.parametrize("content", [
-    "garbage\n", "", "{}\n", '{"difficulty_filter": [1], "guessable_filter": []}\n'])
+    "garbage\n", "", "{}\n", '{"difficulty_filter": [1], "guessable_filter": []}\n',
+    '{"difficulty_filter": 3, "guessable_filter": []}\n',
+    '{"difficulty_filter": [1, 0, "0"], "guessable_filter": []}\n'])
 def test_pass_rates_of_other_data_are_refused(tmp_path, capsys, content):
     (tmp_path / "rates.json").write_text(content)
     with pytest.raises(SystemExit):
