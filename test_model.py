@@ -202,13 +202,13 @@ def test_a_folder_without_tokenizer_or_with_adapters_only_is_told_what_it_lacks(
     policy = random_policy(dtype=torch.float32)
     policy.save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
-        load(tmp_path)
+        load(str(tmp_path))
     assert "has no tokenizer: copy tokenizer.json" in capsys.readouterr().err
     TOKENIZER.save_pretrained(tmp_path)
-    load(tmp_path)
+    load(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(SystemExit):
-        load(tmp_path)
+        load(str(tmp_path))
     assert "holds adapters, not a whole model" in capsys.readouterr().err
 
 # --- What is asked, read and counted -----------------------------------------------------------------------
