@@ -15,7 +15,7 @@ PRESETS = {  # defaults that depend on the model
 DATA_PRESETS = {  # defaults that depend on the data, before those of the model
     "sort": dict(reward_fn="sort_positions"),
     "sums": dict(prompt="chat", reward_fn="last_number", max_tokens=24, rollout_batch_size=128, lr=2e-5,
-                 lr_decay=True, max_steps=40, eval_size=200)}
+                 lr_decay=True, max_steps=40, eval_size=200, temperature=0.8, eval_temperature=1.0)}
 CUDA_MODEL = "Qwen/Qwen2.5-Math-1.5B"  # the default model of a machine with CUDA; without it, tiny
 LEADERBOARD = dict(prompt="r1_zero", reward_fn="r1_zero", temperature=1.0, max_tokens=1024, max_hours=4.0,
                    eval_size=sys.maxsize)  # the protocol of the CS336 leaderboard
@@ -116,7 +116,7 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
         Flag("--train-batch-size", int, None, "rows of one optimizer step (default: --rollout-batch-size)"),
         Flag("--epochs-per-rollout-batch", int, 1, "passes over each rollout batch"),
         Flag("--microbatch-tokens", int, None,
-             "padded tokens of a pass: memory, not the result (default: what fits on the GPU, or 4096)"),
+             "padded tokens of a pass: memory, not the result (default: by the GPU; else 1024, tiny 4096)"),
         Flag("--gradient-checkpointing", "on", False,
              "compute layers twice: less memory, slower (on where a GPU needs it)"),
         Flag("--compile", "on", False, "torch.compile the update: up to 1.4 times as fast, after a minute"),
@@ -210,7 +210,8 @@ def configure(losses, prompts, given, has_cuda):
         loss=loss, cliprange=cliprange, cliprange_high=high,
         advantage_norm="std" if has_std else "none", train_batch_size=known["rollout_batch_size"],
         loss_aggregation="constant" if known["no_length_norm"] else row.aggregation,
-        max_engine_gap=0.1 if has_cuda else 1e-4, microbatch_tokens=None if has_cuda else 4096,
+        max_engine_gap=0.1 if has_cuda else 1e-4,
+        microbatch_tokens=None if has_cuda else 4096 if model == "tiny" else 1024,  # by memory with CUDA
         stop=prompt.stop, reward_fn=prompt.reward_fn, eval_temperature=known["temperature"])
     args = argparse.Namespace(**{
         key: known[key] if known[key] is not None else derived.get(key) for key in defaults})
