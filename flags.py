@@ -116,7 +116,7 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
         Flag("--train-batch-size", int, None, "rows of one optimizer step (default: --rollout-batch-size)"),
         Flag("--epochs-per-rollout-batch", int, 1, "passes over each rollout batch"),
         Flag("--microbatch-tokens", int, None,
-             "padded tokens of a pass: memory, not the result (default: by the GPU; else 1024, tiny 4096)"),
+             "padded tokens of a pass: memory, not the result (default: by the GPU; else 512, tiny 4096)"),
         Flag("--gradient-checkpointing", "on", False,
              "compute layers twice: less memory, slower (on where a GPU needs it)"),
         Flag("--compile", "on", False, "torch.compile the update: up to 1.4 times as fast, after a minute"),
@@ -211,7 +211,7 @@ def configure(losses, prompts, given, has_cuda):
         advantage_norm="std" if has_std else "none", train_batch_size=known["rollout_batch_size"],
         loss_aggregation="constant" if known["no_length_norm"] else row.aggregation,
         max_engine_gap=0.1 if has_cuda else 1e-4,
-        microbatch_tokens=None if has_cuda else 4096 if model == "tiny" else 1024,  # by memory with CUDA
+        microbatch_tokens=None if has_cuda else 4096 if model == "tiny" else 512,  # by memory with CUDA
         stop=prompt.stop, reward_fn=prompt.reward_fn, eval_temperature=known["temperature"])
     args = argparse.Namespace(**{
         key: known[key] if known[key] is not None else derived.get(key) for key in defaults})

@@ -104,7 +104,7 @@ def test_defaults_that_follow_from_the_hardware_the_data_and_the_prompt():
     assert (cpu.model, cpu.dataset, cpu.max_engine_gap) == ("tiny", "arithmetic", 1e-4)
     assert (gpu.model, gpu.dataset, gpu.max_engine_gap) == ("Qwen/Qwen2.5-Math-1.5B", "math", 0.1)
     sums = ng.configure({"model": "some/model", "dataset": "sums"}, False)  # another model than tiny is large
-    assert (sums.microbatch_tokens, cpu.microbatch_tokens, gpu.microbatch_tokens) == (1024, 4096, None)
+    assert (sums.microbatch_tokens, cpu.microbatch_tokens, gpu.microbatch_tokens) == (512, 4096, None)
     assert (sums.temperature, sums.eval_temperature, cpu.eval_temperature) == (0.8, 1.0, 1.0)
     assert settings("--temperature 0.7").eval_temperature == 0.7
     for argv, want in (("--dataset sort", "sort_positions"), ("--prompt question_only", "question_only"),
