@@ -154,7 +154,7 @@ def main():
         if len(text) < PAGE_SIZE * len(runs):
             break
     write_atomic(Path(given.output), lambda temporary: temporary.write_bytes(text))
-    print(f"{given.output}: {len(text) / 1e6:.1f} MB; open it in a browser")
+    print(f"{given.output}: {len(text) / 1e6:.2f} MB; open it in a browser")
 
 if __name__ == "__main__":
     main()
