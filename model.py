@@ -27,7 +27,7 @@ def load_tokenizer(path):
         raise ValueError(f"--model {path} holds adapters, not a whole model: add them to their base (peft: "
                          "merge_and_unload) and save that")
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    if not tokenizer.encode("1", add_special_tokens=False):
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # it knows no word
         raise ValueError(f"--model {path} has no tokenizer: copy tokenizer.json and tokenizer_config.json "
                          "from the model that it was made from")
     return tokenizer
