@@ -1,7 +1,7 @@
 """The tests of model.py and of models that the script meets: `python -m pytest -q test_model.py`.
 
 Ten architectures here; `python test_model.py` tries all of docs/models.md and prints its table, and
-`python test_model.py vllm` its last column, each with an engine and a process of its own.
+`python test_model.py vllm` compares with vLLM, each with an engine and a process of its own.
 """
 import copy
 import functools
