@@ -386,6 +386,13 @@ def test_tiny_tokenizer_reads_the_prompt_in_few_tokens_and_survives_saving(tmp_p
     assert loaded.decode(TOKENIZER.encode(odd)) == odd and len(loaded) == len(TOKENIZER)
     assert loaded.eos_token_id == loaded.pad_token_id == EOS
 
+def test_a_cache_that_cannot_be_written_to_is_told_with_the_variable_that_moves_it(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for cache in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        monkeypatch.setenv("NANO_GRPO_CACHE", str(cache))
+        with pytest.raises(OSError, match=f"^--model tiny cannot be kept in {cache} .*set NANO_GRPO_CACHE"):
+            tiny.warm_start("arithmetic", "{question}")
+
 def test_a_warm_start_is_made_once_and_anew_for_another_task_or_template(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NANO_GRPO_CACHE", str(tmp_path))
     monkeypatch.setattr(tiny, "TEXTS", 32)

@@ -118,7 +118,11 @@ def warm_start(dataset, template):
     if folder.exists():
         return folder
     unfinished = folder.with_name(f"tmp-{folder.name}-{os.getpid()}")
-    unfinished.mkdir(parents=True)  # a folder without rights is found before the minute is spent
+    try:
+        unfinished.mkdir(parents=True)  # before the minute is spent
+    except OSError as error:
+        raise OSError(f"--model tiny cannot be kept in {cache} ({error.strerror}): set NANO_GRPO_CACHE to a "
+                      "folder that can be written to") from error
     print(f"warm start: pre-training the tiny model on {TEXTS:,} texts about {task}, once, into {folder}")
     started, tokenizer = time.time(), tiny_tokenizer(template)
     try:
