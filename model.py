@@ -106,8 +106,10 @@ def equal_weights(model, weights):
     for name, weight in weights:
         if name in parameters:
             held = parameters[name][:len(weight)]  # an engine may pad the vocabulary
-            if held.shape == weight.shape and torch.equal(held, weight.to(held)) and held.max() > held.min():
-                names.add(name)
+            if held.shape == weight.shape and torch.equal(held, weight.to(held)):
+                low, high = held.aminmax()  # in one pass: this is done for each weight after each push
+                if low < high:
+                    names.add(name)
     return names
 
 def new_cache(config):

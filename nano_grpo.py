@@ -489,10 +489,10 @@ class VLLMSampler:
             self.engine.wake_up(tags=["weights"])
         self.engine.apply_model(lambda model: model.load_weights(
             (name, weight) for name, weight in merged_weights(policy) if name not in self.left_out))
-        names = self.held(policy)
-        if stale := self.unfused - names:
+        held = self.held(policy)
+        if stale := self.unfused - held:
             raise PushError(f"push: the engine does not hold the new {min(stale)}: take --sampler hf")
-        self.unfused |= names  # a bias of zeros tells nothing before its first step
+        self.unfused |= held  # a bias of zeros tells nothing before its first step
         if self.asleep:
             self.engine.wake_up(tags=["kv_cache"])
         if not self.engine.reset_prefix_cache():
