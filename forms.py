@@ -29,6 +29,7 @@ OPTIONS = "choices options"  # MMLU, ARC, AQuA; the place, the label or the text
 RIGHT_OPTION = "answer answer_key answer_index answer_idx correct correct_answer label target"
 INSIDE = "value text number spans aliases"  # of an answer that is a dict, beside the names of FORMS
 COUNTDOWN = "Use each of the numbers {} exactly once, with + - * / and brackets, to make {}."
+END_OF_THOUGHT = " </think> <answer>"  # of the R1-Zero prompt
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 @dataclass
@@ -124,6 +125,18 @@ def countdown(fields):
 def reward_for(example):
     """The reward function (its name) that the ground truth of a form asks for, or None: any that reads it."""
     return "countdown" if example.ground_truth.startswith('{"numbers"') else None
+
+def written_for(form, solution, answer):
+    """A written solution (str), ended with its answer as the reward called `form` reads it."""
+    if form == "r1_zero" and "</think>" not in solution:
+        return f" {solution.strip()}{END_OF_THOUGHT} {answer} </answer>"
+    if form == "question_only" and not rewards.last_boxed(solution):
+        return f"{solution} \\boxed{{{answer}}}"
+    if form == "gsm8k" and "####" not in solution:
+        return f"{solution}\n#### {answer}"
+    if form == "last_number" and not rewards.last_number_reward_fn(solution, answer)["answer_reward"]:
+        return f"{solution} The answer is {answer}"
+    return solution
 
 def answer_in(solution):
     """The answer of a written solution: boxed, in tags, behind #### or "the answer is", or the whole of a few

@@ -4,6 +4,7 @@
 counts the tensors that live at the worst moment of an update; tools/gpu_check.py --plan puts it beside the
 same update under fake tensors. Here gb is GiB, 2^30 bytes, as torch and nvidia-smi count.
 """
+from pathlib import Path
 from typing import NamedTuple
 
 GB = 2**30
@@ -169,6 +170,14 @@ def plan_for(config, args, memory_gb, num_gpus, has_engine):
         gpu_memory_utilization=args.gpu_memory_utilization, max_tokens=args.max_tokens,
         max_model_len=args.max_model_len, copies=int(bool(args.kl_coef and not args.lora_rank)),
         sampler_batch_size=args.sampler_batch_size, has_engine=has_engine)
+
+def finds_cuda():
+    """torch.cuda.is_available(), and a line on the cause where a GPU is there that torch cannot use."""
+    import torch
+    if torch.version.cuda and not torch.cuda.is_available() and Path("/dev/nvidia0").exists():
+        print(f"note: torch {torch.__version__} cannot use the GPU that is here: CUDA {torch.version.cuda} "
+              "needs an NVIDIA driver of version 580 or newer; on with the CPU")
+    return torch.cuda.is_available()
 
 def plan_for_cuda(config, args, has_engine):
     """-> the Plan for the GPUs of this machine; what it chooses goes into args."""

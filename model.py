@@ -56,6 +56,7 @@ def checkpoint_layers(policy):
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward,
                                               use_reentrant=False, preserve_rng_state=False)
+    policy.shares_prompts = False  # a layer that is computed again would write to the cache again
 
 # --- LoRA (arXiv 2106.09685): W + 32 / rank B A, where only A and B are trained ----------------------------
 def add_adapters(policy, rank, seed):
@@ -146,20 +147,73 @@ def log_probs_and_entropy(logits, labels, temperature=1.0):
 def autocast(device):
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
-def token_log_probs(policy, ids, labels, response_mask, temperature, is_compiled=False):
+# --- One prompt, many responses: its keys and values are computed once, and given to all of its rows --------
+def shared_prompts(rows):
+    """-> (tokens of a prompt, the number of its prompt for each row), or None: the prompts have to be of one
+    length, since then nothing needs a mask, and it has to save a third of the tokens."""
+    numbers, length = {}, len(rows[0].example.prompt_ids)
+    which = [numbers.setdefault(tuple(row.example.prompt_ids), len(numbers)) for row in rows]
+    is_worth_it = shared_tokens(rows, numbers) <= 2 / 3 * len(rows) * max(map(len, rows))
+    return (length, which) if is_worth_it and {*map(len, numbers)} == {length} else None
+
+def shared_tokens(rows, prompts):
+    return sum(map(len, prompts)) + len(rows) * max(len(row.response_ids) for row in rows)
+
+def tokens_read(rows, shares_prompts):
+    """How many tokens one pass over rows reads, padding included."""
+    if shares_prompts and shared_prompts(rows):
+        return shared_tokens(rows, {tuple(row.example.prompt_ids) for row in rows})
+    return len(rows) * max(map(len, rows))
+
+def states_behind_prompts(base, cache, ids, length, which):
+    """(B, S) ids that begin with prompts of `length` tokens, for each row the number of its prompt, an empty
+    cache -> (B, S - length + 1, H) last hidden states, from the last token of the prompt on."""
+    firsts = [which.index(number) for number in range(max(which) + 1)]
+    hidden = base(ids[firsts, :length], past_key_values=cache, use_cache=True).last_hidden_state[which, -1:]
+    if ids.shape[1] == length:  # responses of one token
+        return hidden
+    cache.batch_select_indices(torch.tensor(which, device=ids.device))
+    rest = base(ids[:, length:], past_key_values=cache, use_cache=True).last_hidden_state
+    return torch.cat([hidden, rest], 1)
+
+@torch.no_grad()
+def can_share_prompts(policy):
+    """Whether states_behind_prompts are those of whole rows, tried once. The cache has to keep the keys and
+    values of all tokens as they are: others change in place what backward needs."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    if not hasattr(policy, "shares_prompts"):
+        try:
+            ids = torch.tensor([[0, 1, 2, 3], [2, 1, 0, 2], [0, 1, 3, 1]], device=policy.device)
+            base, cache = policy.base_model, new_cache(policy.config)
+            with autocast(policy.device):
+                shared = states_behind_prompts(base, cache, ids, 2, [0, 1, 0])
+                plain = base(ids, use_cache=False).last_hidden_state[:, 1:]
+            noise = (1e-4 if ids.device.type == "cpu" else 0.05) * plain.abs().max()
+            policy.shares_prompts = (
+                has_fused_head(policy) and bool((plain - shared).abs().max() <= noise)
+                and {*map(type, cache.layers)} <= {DynamicLayer, DynamicSlidingWindowLayer})
+        except Exception:  # of any architecture: whole rows work for each
+            policy.shares_prompts = False
+    return policy.shares_prompts and not getattr(policy, "is_compiled", False)
+
+def token_log_probs(policy, ids, labels, response_mask, temperature, shared=None):
     """(B, S) ids, the (B, S) labels that they predict, where those are of responses -> their log-probs and
-    entropies, (N) each. No attention mask: padding is on the right, where a causal model does not look."""
-    if not hasattr(policy, "has_fused_head"):
-        policy.has_fused_head = fits_tiled_head(policy)
+    entropies, (N) each. No attention mask: padding is on the right, where a causal model does not look.
+    shared: what shared_prompts says of the rows."""
     labels = labels[response_mask]
-    if not policy.has_fused_head:  # the forward pass does more to the logits: soft caps, scales
+    if not has_fused_head(policy):
         with autocast(policy.device):
             logits = policy(ids, use_cache=False).logits[response_mask]
         return log_probs_and_entropy(logits, labels, temperature)
     head, base = policy.get_output_embeddings(), policy.base_model
-    base = torch.compile(base, dynamic=True) if is_compiled else base  # torch keeps it
     with autocast(policy.device):
-        hidden = base(ids, use_cache=False).last_hidden_state
+        if shared:
+            response_mask = response_mask[:, shared[0] - 1:]
+            hidden = states_behind_prompts(base, new_cache(policy.config), ids, *shared)
+        else:
+            if getattr(policy, "is_compiled", False):
+                base = torch.compile(base, dynamic=True)  # torch keeps it
+            hidden = base(ids, use_cache=False).last_hidden_state
     hidden, weight = hidden[response_mask].to(head.weight.dtype), head.weight
     if getattr(head, "bias", None) is not None:
         hidden, weight = F.pad(hidden, (0, 1), value=1.0), torch.cat([weight, head.bias[:, None]], 1)
@@ -217,6 +271,12 @@ class TiledHead(torch.autograd.Function):
             if d_weight is not None:
                 d_weight[start:][:len(tile)] = d_logits.T @ half
         return d_hidden, d_weight, None, None
+
+def has_fused_head(policy):
+    """Whether TiledHead can take the place of the output matrix, tried once."""
+    if not hasattr(policy, "has_fused_head"):
+        policy.has_fused_head = fits_tiled_head(policy)
+    return policy.has_fused_head
 
 @torch.no_grad()
 def fits_tiled_head(policy):

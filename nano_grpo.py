@@ -41,8 +41,8 @@ import rewards
 import tiny
 from chat import Prompt, chat_prompt_ids, end_of_turn_ids
 from data import Curriculum, fingerprint, load_examples
-from forms import Example, reward_for
-from memory import OutOfMemory, fit_in_memory, plan_for_cuda
+from forms import END_OF_THOUGHT, Example, reward_for, written_for
+from memory import OutOfMemory, finds_cuda, fit_in_memory, plan_for_cuda
 from records import chunks, evaluation_metrics, is_dead, response_record, rollout_metrics, sample_records
 from run import Run, Signals, mean, read_lines, stop_run, stopwatch, write_lines
 
@@ -156,7 +156,6 @@ R1_ZERO_PROMPT = (
 PROMPTS = {"r1_zero": Prompt(R1_ZERO_PROMPT, "</answer>", "r1_zero"),  # template, stop string, reward
            "question_only": Prompt("{question}", None, "question_only"),
            "chat": Prompt(None, None, "question_only")}  # the model's own chat format, from its tokenizer
-END_OF_THOUGHT = " </think> <answer>"
 
 def prompt_template(prompt):
     """The text that is asked, with {question} in it; to be replaced, not formatted: questions have braces."""
@@ -182,9 +181,9 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from model import (add_adapters, autocast, can_cut_cache, checkpoint_layers, equal_weights, load_policy,
-                   load_tokenizer, loaded_names, merged_weights, new_cache, tied_weights, token_log_probs,
-                   without_adapters)
+from model import (add_adapters, autocast, can_cut_cache, can_share_prompts, checkpoint_layers, equal_weights,
+                   load_policy, load_tokenizer, loaded_names, merged_weights, new_cache, shared_prompts,
+                   tied_weights, token_log_probs, tokens_read, without_adapters)
 
 # --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
@@ -228,15 +227,7 @@ def keep_fitting(examples, fits, why):
 def solution_row(example, tokenizer, form, stop, end_id):
     """A written solution -> a Row with advantage 1, ended as the reward called `form` reads it, and then by
     the stop string or the end token: it has to end itself."""
-    text, answer = example.trace, rewards.acceptable(example.ground_truth)[0]
-    if form == "r1_zero" and "</think>" not in text:
-        text = f" {text.strip()}{END_OF_THOUGHT} {answer} </answer>"
-    if form == "question_only" and not rewards.last_boxed(text):
-        text = f"{text} \\boxed{{{answer}}}"
-    if form == "gsm8k" and "####" not in text:
-        text = f"{text}\n#### {answer}"
-    if form == "last_number" and not rewards.last_number_reward_fn(text, answer)["answer_reward"]:
-        text = f"{text} The answer is {answer}"
+    text = written_for(form, example.trace, rewards.acceptable(example.ground_truth)[0])
     if stop and form != "r1_zero":
         text = text.removesuffix(stop) + stop
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -307,6 +298,7 @@ def load_model(args):
         stop_run(cause if cause.startswith("--") else f"--model {path} cannot be loaded ({cause[:160]}): "
                  "give an HF folder, a hub id that this machine can reach, or `tiny`")
     policy.to(policy_device()).eval()  # no dropout, or old and new log-probs would differ by noise
+    policy.is_compiled = args.compile
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
     if args.lora_rank:
@@ -631,38 +623,50 @@ def pack(prompts, responses, pad_id=0):
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:],
             "response_mask": (position >= start) & (position < end)}
 
-def response_log_probs(policy, rows, temperature, is_compiled=False):
+def response_log_probs(policy, rows, temperature):
     """Rows -> log_probs, entropy, response_mask, (B, T) each. Only responses meet the output matrix."""
     batch = pack([row.example.prompt_ids for row in rows], [row.response_ids for row in rows])
     ids, labels, response_mask = (value.to(policy.device) for value in batch.values())
-    log_probs, entropy = token_log_probs(policy, ids, labels, response_mask, temperature, is_compiled)
+    shared = shared_prompts(rows) if can_share_prompts(policy) else None
+    log_probs, entropy = token_log_probs(policy, ids, labels, response_mask, temperature, shared)
     lengths = response_mask.sum(1)
     mask = torch.arange(max(len(row.response_ids) for row in rows), device=policy.device) < lengths[:, None]
-    empty = torch.zeros(mask.shape, dtype=log_probs.dtype, device=policy.device)
+    empty = log_probs.new_zeros(mask.shape)
     return empty.masked_scatter(mask, log_probs), empty.masked_scatter(mask, entropy), mask
 
 # --- Update ------------------------------------------------------------------------------------------------
-def microbatches(rows, token_budget):
-    """Splits rows, longest first: rows x longest is within the budget of padded tokens (or one row), and no
-    row is under 3/4 of the longest, so that time goes with tokens (on a CPU 1.4 to 1.8 times as fast)."""
-    rows = sorted(rows, key=len, reverse=True)
-    while rows:
-        near = sum(len(row) >= 0.75 * len(rows[0]) for row in rows)
-        count = max(1, min(near, token_budget // len(rows[0])))
-        yield rows[:count]
-        rows = rows[count:]
+def microbatches(rows, token_budget, shares_prompts=False):
+    """Splits rows: rows x longest is within the budget of padded tokens (or one row). By length, no row under
+    3/4 of the longest, so that time goes with tokens (on a CPU 1.4 to 1.8 times as fast); or by prompt, all
+    of one length, if a policy that reads a prompt once for all of its rows reads a third less that way."""
+    def split(rows, can_join):
+        part = []
+        for row in rows:
+            more = [*part, row]
+            if part and not (can_join(part[0], row) and len(more) * max(map(len, more)) <= token_budget):
+                yield part
+                more = [row]
+            part = more
+        if part:
+            yield part
+    cost = lambda parts: sum(tokens_read(part, shares_prompts) for part in parts)
+    prompt = lambda row: (len(row.example.prompt_ids), row.example.prompt_ids)
+    by_prompt = list(split(sorted(rows, key=prompt), lambda first, row: prompt(first)[0] == prompt(row)[0]))
+    by_length = sorted(rows, key=len, reverse=True)
+    by_length = list(split(by_length, lambda first, row: len(row) >= 0.75 * len(first)))
+    return by_prompt if cost(by_prompt) <= 2 / 3 * cost(by_length) else by_length
 
 @torch.no_grad()
-def cache_log_probs(policy, rows, key, token_budget, temperature, is_compiled=False):
+def cache_log_probs(policy, rows, key, token_budget, temperature):
     """Fills row.old_log_probs or row.ref_log_probs (`key`): once a rollout batch, before its first step."""
-    for microbatch in microbatches(rows, token_budget):
-        log_probs, _, _ = response_log_probs(policy, microbatch, temperature, is_compiled)
+    for microbatch in microbatches(rows, token_budget, can_share_prompts(policy)):
+        log_probs, _, _ = response_log_probs(policy, microbatch, temperature)
         for row, values in zip(microbatch, log_probs):
             setattr(row, key, values[:len(row.response_ids)].tolist())
 
 def microbatch_loss(policy, microbatch, num_rows, num_tokens, args):
     """-> this microbatch's share of the loss of the step, and its sums for the log."""
-    log_probs, entropy, mask = response_log_probs(policy, microbatch, args.temperature, args.compile)
+    log_probs, entropy, mask = response_log_probs(policy, microbatch, args.temperature)
     cached = {key: pad([getattr(row, key) for row in microbatch]).to(mask.device)
               for key in ("old_log_probs", "ref_log_probs", "sampler_log_probs")
               if getattr(microbatch[0], key) is not None}
@@ -700,7 +704,8 @@ def train_step(policy, optimizer, rows, args):
         return Counter()  # nothing to learn, and Adam's momentum alone must not move the weights
     sums, bad = Counter(), []
     optimizer.zero_grad()
-    for microbatch in tqdm(list(microbatches(teaching, args.microbatch_tokens)), disable=None, leave=False):
+    parts = microbatches(teaching, args.microbatch_tokens, can_share_prompts(policy))
+    for microbatch in tqdm(parts, disable=None, leave=False):
         loss, more = microbatch_loss(policy, microbatch, num_rows, num_tokens, args)
         loss.backward()
         sums.update(more)  # adds
@@ -724,8 +729,7 @@ def learning_rate(step, args):
 def update(policy, reference, optimizer, rows, step, args):
     """All optimizer steps of one loop step -> metrics, averaged over tokens or over optimizer steps."""
     batches, totals = [], Counter()
-    cache = lambda model, key: cache_log_probs(
-        model, rows, key, args.microbatch_tokens, args.temperature, args.compile)
+    cache = lambda model, key: cache_log_probs(model, rows, key, args.microbatch_tokens, args.temperature)
     for epoch in range(args.epochs_per_rollout_batch):
         order = random.Random(seed_for(args.seed, f"epoch {epoch}", step)).sample(rows, len(rows))
         batches += chunks(order, args.train_batch_size)
@@ -881,11 +885,7 @@ def train(run, args, reward_fn):
     run.write_result(**known)
 
 def main(given):
-    has_cuda = torch.cuda.is_available()
-    if torch.version.cuda and not has_cuda and Path("/dev/nvidia0").exists():
-        print(f"note: torch {torch.__version__} cannot use the GPU that is here: CUDA {torch.version.cuda} "
-              "needs an NVIDIA driver of version 580 or newer; on with the CPU")
-    args = configure(given, has_cuda)
+    args = configure(given, finds_cuda())
     try:
         reward_fn = rewards.load_reward_fn(args.reward_fn)
     except ValueError as error:

@@ -67,13 +67,17 @@ class Letters:
     def __len__(self):
         return SIZES["vocab_size"]
 
-def gaps(name):
-    """-> (has_fused_head, has_cache, largest error of log-probs, of gradients (relative), of the sampler)."""
-    policy, errors = small_model(name), []
+def gaps(name, **more):
+    """-> (has_fused_head, shares_prompts, has_cache, largest error of log-probs, of gradients (relative), of
+    the sampler). The second rows are 2 prompts of 9 tokens with 3 responses each, in no order."""
+    policy, errors = small_model(name, **more), []
     rows = [make_row([5 + i, 9, 17 + i][:i + 1], [20, 31 + i, 44, 8][:4 - i]) for i in range(3)]
-    for temperature in (1.0, 0.7):
-        log_probs, _, mask = ng.response_log_probs(policy, rows, temperature)
-        want = torch.cat([plain_log_probs(policy, row, temperature) for row in rows])
+    groups = [make_row([*range(5 + 7 * (i % 2), 14 + 7 * (i % 2))], [20, 31 + i, 44, 8][:4 - i // 2])
+              for i in (3, 0, 1, 2, 5, 4)]
+    assert model.shared_prompts(groups) == (9, [0, 1, 0, 1, 0, 1]) and not model.shared_prompts(rows)
+    for some, temperature in ((rows, 1.0), (rows, 0.7), (groups, 0.7)):
+        log_probs, _, mask = ng.response_log_probs(policy, some, temperature)
+        want = torch.cat([plain_log_probs(policy, row, temperature) for row in some])
         got, truth = gradient_of(policy, log_probs[mask]), gradient_of(policy, want)
         errors.append(((log_probs[mask] - want).abs().max().item(),
                        ((got - truth).norm() / truth.norm()).item()))
@@ -84,7 +88,7 @@ def gaps(name):
         for ids, log_probs, _ in group:
             want = plain_log_probs(policy, make_row(row.example.prompt_ids, ids), 0.7)
             gap = max(gap, (want - torch.tensor(log_probs)).abs()[2:].max().item() if len(ids) > 2 else 0.0)
-    return policy.has_fused_head, sampler.has_cache, *map(max, zip(*errors)), gap
+    return policy.has_fused_head, policy.shares_prompts, sampler.has_cache, *map(max, zip(*errors)), gap
 
 def engine_gaps(name):
     """-> (largest error of the engine's log-probs as loaded and after a push of other weights, and of the
@@ -138,10 +142,16 @@ def test_a_model_that_the_engine_cannot_serve_is_refused_in_one_line(tmp_path, n
 
 @pytest.mark.parametrize("name", TEN)
 def test_log_probs_gradients_and_samples_are_those_of_the_models_own_forward(name):
-    has_fused_head, has_cache, log_probs, gradients, gap = gaps(name)
+    has_fused_head, shares_prompts, has_cache, log_probs, gradients, gap = gaps(name)
     assert log_probs < 1e-4 and gradients < 1e-4 and gap < 1e-4
     assert has_fused_head == (name not in ("gemma2", "cohere", "granite"))  # those cap or scale their logits
     assert has_cache == (name not in ("mamba", "rwkv"))
+    assert shares_prompts == (has_fused_head and has_cache)
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_a_prompt_longer_than_the_sliding_window_is_shared_too(name):
+    _, shares_prompts, _, *errors = gaps(name, sliding_window=4)
+    assert shares_prompts and max(errors) < 1e-4
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "qwen3"])
 def test_checkpointed_layers_have_the_same_numbers_whatever_drops_out_in_training(name):

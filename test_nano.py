@@ -528,6 +528,40 @@ def test_microbatches_keep_to_the_budget_of_padded_tokens_and_hold_each_row_once
     assert all(len(part) * max(map(len, part)) <= sum(map(len, part)) * 4 / 3 for part in parts)
     equal = [make_row([1], [2] * 9) for _ in range(40)]
     assert [len(part) for part in ng.microbatches(equal, 400)] == [40]
+    assert list(ng.microbatches([], 400)) == []
+
+def shared_rows():
+    """Four prompts, one of another length, with three responses each, in no order."""
+    prompts = [list(range(i, i + 9 + (i == 9))) for i in (5, 7, 9, 11)]
+    order = (7, 2, 0, 9, 1, 3, 11, 5, 4, 6, 10, 8)
+    return [make_row(prompts[i % 4], [i + 3, 4, 5][:1 + i % 3], (-1.0) ** i) for i in order]
+
+def test_rows_stand_together_by_prompt_where_that_reads_fewer_tokens():
+    rows = shared_rows()
+    assert [len(part) for part in ng.microbatches(rows, 1000)] == [12]
+    apart = [rows[i] for i in range(12) if rows[i].example.prompt_ids[0] == 9]
+    parts = list(ng.microbatches(rows, 1000, True))
+    assert [len(part) for part in parts] == [9, 3] and all(row in parts[1] for row in apart)
+    assert [model.tokens_read(part, True) for part in parts] == [3 * 9 + 9 * 3, 10 + 3 * 3]
+    assert [len(part) for part in ng.microbatches(rows, 40, True)] == [3, 3, 3, 3]  # of padded tokens
+    long = [make_row([5, 6], [7] * size) for size in (4, 40, 5, 41)]  # little to save, much to pad
+    assert [len(part) for part in ng.microbatches(long, 1000, True)] == [2, 2]
+
+@pytest.mark.parametrize("argv", ["", "--kl-coef 0.3 --loss kimi", "--entropy-coef 0.2 --loss gspo"])
+def test_a_prompt_is_read_once_for_all_of_its_rows_and_the_gradient_is_that_of_the_formula(argv):
+    policy, args = random_policy(), settings(argv, "--max-grad-norm 1e9 --max-tokens 8 --temperature 0.8")
+    rows, read = shared_rows(), []
+    for row in rows:
+        log_probs = plain_log_probs(policy, row, .8)
+        row.old_log_probs, row.ref_log_probs = log_probs.tolist(), (log_probs - .1).tolist()
+    want, want_loss = formula_gradient(policy, rows, args)
+    assert model.can_share_prompts(policy) and want.norm() > 0.05
+    policy.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
+    got, sums = gradient(policy, rows, args)
+    close(got, want)
+    close(sums["loss"], want_loss)
+    # the last token of a response is predicted, and not read
+    assert read == [3 * 9, 9 * 2, 10, 3 * 2]
 
 def test_a_batch_of_dead_rows_moves_no_weight():
     """Adam's momentum alone would."""
@@ -645,7 +679,7 @@ def test_gradient_checkpointing_computes_each_layer_again_and_changes_nothing_el
     policy, args, calls, gradients = random_policy(), settings("--max-tokens 6"), [], []
     policy.config.attention_dropout = policy.model.layers[0].self_attn.attention_dropout = 0.5
     policy.model.layers[0].mlp.register_forward_pre_hook(lambda *args: calls.append(args[0].training))
-    policy.has_fused_head = True
+    policy.has_fused_head = policy.shares_prompts = True
     for times in (1, 2):
         optimizer, calls[:] = torch.optim.SGD(policy.parameters(), lr=0.0), []
         policy.zero_grad()
@@ -656,18 +690,23 @@ def test_gradient_checkpointing_computes_each_layer_again_and_changes_nothing_el
     close(*gradients, 1e-12)
     samples = make_sampler(policy, args).generate([[5, 6]], 2, 0, 6)
     assert samples == make_sampler(random_policy(), args).generate([[5, 6]], 2, 0, 6)
+    close(*(gradient(one, shared_rows(), args)[0] for one in (policy, random_policy())))
 
-def test_compiled_updates_have_the_same_gradient_and_sampling_is_not_compiled(monkeypatch):
+def test_compiled_updates_have_the_same_gradient_and_sampling_is_not_compiled(monkeypatch, tmp_path):
     """With the graphs of torch.compile, without its minute of C++."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    policy, counts, gradients = random_policy(layers=1), torch._dynamo.utils.counters["stats"], []
+    random_policy(layers=1, dtype=torch.float32).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    counts, gradients = torch._dynamo.utils.counters["stats"], []
     for argv in ("", "--compile"):
         counts.clear()
-        gradients.append(gradient(policy, make_rows(), settings("--max-grad-norm 1e9", argv))[0])
+        args = settings("--max-grad-norm 1e9 --sampler hf --model", str(tmp_path), argv)
+        policy, _ = ng.load_model(args)
+        gradients.append(gradient(policy, shared_rows(), args)[0])
         graphs = counts["unique_graphs"]
         make_sampler(policy, settings(argv)).generate([[5, 6]], 2, 0, 6)
         assert (graphs > 0) == bool(argv) and counts["unique_graphs"] == graphs
-    close(*gradients)
+    close(*gradients, 1e-5)
 
 # --- Log-probs ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

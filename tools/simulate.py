@@ -121,7 +121,7 @@ def simulated_peak(config, known, args):
             rooms.add_adapters(policy, known.lora_rank, 0)
     if known.gradient_checkpointing:
         rooms.checkpoint_layers(policy)
-    policy.has_fused_head = has_fused_head(config)
+    policy.has_fused_head, policy.shares_prompts = has_fused_head(config), False  # fakes cannot be compared
     args = argparse.Namespace(**vars(args) | {"microbatch_tokens": known.microbatch_tokens})
     rows = full_microbatches(known.microbatch_tokens, args.max_tokens + memory.PROMPT, 2)
     with FakeTensorMode(allow_non_fake_inputs=True), PeakMemory() as peak, as_on_cuda():
