@@ -4,7 +4,7 @@ GRPO (arXiv 2402.03300), one pass of the loop at the bottom of this file:
   sample        group_size responses to each of P questions, from the current policy
   reward        each response: 1 if its final answer is right and its format is kept, else 0
   advantage     A = (reward - group mean) / group std; Dr. GRPO drops the std (--no-std-norm)
-  microbatches  rows of similar length, up to a token budget
+  microbatches  rows of similar length or of the same prompts, up to a token budget
   step          loss per token = -min(rho A, clip(rho) A), rho = pi(token) / pi_old(token); AdamW
   push          the new weights to the sampler
   evaluate      on a fixed held-out set, at the temperature and token budget of training
