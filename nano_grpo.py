@@ -183,7 +183,7 @@ from tqdm import tqdm
 
 from model import (add_adapters, autocast, can_cut_cache, can_share_prompts, checkpoint_layers, equal_weights,
                    load_policy, load_tokenizer, loaded_names, merged_weights, new_cache, shared_prompts,
-                   tied_weights, token_log_probs, tokens_read, without_adapters)
+                   tied_weights, token_log_probs, tokens_held, without_adapters)
 
 # --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
@@ -511,9 +511,9 @@ def check_push(sampler, policy, examples, context, seed, max_gap):
     """The canary: do sampler and policy agree on tokens sampled now? -> mean |difference of log-probs|. Its
     prompt is long and always the same, to hit a stale prefix cache; tokens under min_tokens do not count."""
     skip, length = sampler.min_tokens, sampler.min_tokens + 8
-    prompt = sum((example.prompt_ids for example in examples), [])[:min(300, context - length)]
-    samples = sampler.generate([prompt], 4, seed_for(seed, "canary"), length)[0]
-    rows = [Row(Example("", "", None, prompt), ids) for ids, _, _ in samples]
+    asked = Example("", "", None, sum((one.prompt_ids for one in examples), [])[:min(300, context - length)])
+    samples = sampler.generate([asked.prompt_ids], 4, seed_for(seed, "canary"), length)[0]
+    rows = [Row(asked, ids) for ids, _, _ in samples]
     with torch.no_grad():
         log_probs, _, mask = response_log_probs(policy, rows, sampler.temperature)
     sampled = pad([log_probs for _, log_probs, _ in samples]).to(mask.device)
@@ -636,25 +636,25 @@ def response_log_probs(policy, rows, temperature):
 
 # --- Update ------------------------------------------------------------------------------------------------
 def microbatches(rows, token_budget, shares_prompts=False):
-    """Splits rows: rows x longest is within the budget of padded tokens (or one row). By length, no row under
-    3/4 of the longest, so that time goes with tokens (on a CPU 1.4 to 1.8 times as fast); or by prompt, all
-    of one length, if a policy that reads a prompt once for all of its rows reads a third less that way."""
+    """Splits rows into parts within the budget of tokens, padding included (or of one row). By length, no row
+    under 3/4 of the longest, so that time goes with tokens (on a CPU 1.4 to 1.8 times as fast); or by prompt,
+    all of one length, if a policy that reads a prompt once for all of its rows reads a tenth less so."""
     def split(rows, can_join):
         part = []
         for row in rows:
             more = [*part, row]
-            if part and not (can_join(part[0], row) and len(more) * max(map(len, more)) <= token_budget):
+            if part and not (can_join(part[0], row) and tokens_held(more, shares_prompts) <= token_budget):
                 yield part
                 more = [row]
             part = more
         if part:
             yield part
-    cost = lambda parts: sum(tokens_read(part, shares_prompts) for part in parts)
+    cost = lambda parts: sum(tokens_held(part, shares_prompts) for part in parts)
     prompt = lambda row: (len(row.example.prompt_ids), row.example.prompt_ids)
     by_prompt = list(split(sorted(rows, key=prompt), lambda first, row: prompt(first)[0] == prompt(row)[0]))
     by_length = sorted(rows, key=len, reverse=True)
     by_length = list(split(by_length, lambda first, row: len(row) >= 0.75 * len(first)))
-    return by_prompt if cost(by_prompt) <= 2 / 3 * cost(by_length) else by_length
+    return by_prompt if cost(by_prompt) < 0.9 * cost(by_length) else by_length
 
 @torch.no_grad()
 def cache_log_probs(policy, rows, key, token_budget, temperature):

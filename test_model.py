@@ -72,8 +72,8 @@ def gaps(name, **more):
     the sampler). The second rows are 2 prompts of 9 tokens with 3 responses each, in no order."""
     policy, errors = small_model(name, **more), []
     rows = [make_row([5 + i, 9, 17 + i][:i + 1], [20, 31 + i, 44, 8][:4 - i]) for i in range(3)]
-    groups = [make_row([*range(5 + 7 * (i % 2), 14 + 7 * (i % 2))], [20, 31 + i, 44, 8][:4 - i // 2])
-              for i in (3, 0, 1, 2, 5, 4)]
+    asked = [ng.Example("q", "a", None, list(range(start, start + 9))) for start in (5, 12)]
+    groups = [ng.Row(asked[i % 2], [20, 31 + i, 44, 8][:4 - i // 2]) for i in (3, 0, 1, 2, 5, 4)]
     assert model.shared_prompts(groups) == (9, [0, 1, 0, 1, 0, 1]) and not model.shared_prompts(rows)
     for some, temperature in ((rows, 1.0), (rows, 0.7), (groups, 0.7)):
         log_probs, _, mask = ng.response_log_probs(policy, some, temperature)

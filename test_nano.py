@@ -532,9 +532,9 @@ def test_microbatches_keep_to_the_budget_of_padded_tokens_and_hold_each_row_once
 
 def shared_rows():
     """Four prompts, one of another length, with three responses each, in no order."""
-    prompts = [list(range(i, i + 9 + (i == 9))) for i in (5, 7, 9, 11)]
+    asked = [ng.Example("q", "a", None, list(range(i, i + 9 + (i == 9)))) for i in (5, 7, 9, 11)]
     order = (7, 2, 0, 9, 1, 3, 11, 5, 4, 6, 10, 8)
-    return [make_row(prompts[i % 4], [i + 3, 4, 5][:1 + i % 3], (-1.0) ** i) for i in order]
+    return [ng.Row(asked[i % 4], [i + 3, 4, 5][:1 + i % 3], advantage=(-1.0) ** i) for i in order]
 
 def test_rows_stand_together_by_prompt_where_that_reads_fewer_tokens():
     rows = shared_rows()
@@ -542,8 +542,12 @@ def test_rows_stand_together_by_prompt_where_that_reads_fewer_tokens():
     apart = [rows[i] for i in range(12) if rows[i].example.prompt_ids[0] == 9]
     parts = list(ng.microbatches(rows, 1000, True))
     assert [len(part) for part in parts] == [9, 3] and all(row in parts[1] for row in apart)
-    assert [model.tokens_read(part, True) for part in parts] == [3 * 9 + 9 * 3, 10 + 3 * 3]
-    assert [len(part) for part in ng.microbatches(rows, 40, True)] == [3, 3, 3, 3]  # of padded tokens
+    # tokens that are read; an eighth of those whose keys and values each row gets
+    want = [3 * 9 + 9 * 3 + 81 // 8, 10 + 3 * 3 + 30 // 8]
+    assert [model.tokens_held(part, True) for part in parts] == want == [64, 22]
+    assert model.tokens_held(parts[0], False) == 9 * 12 and model.tokens_held(rows, True) == 12 * 13
+    for budget, sizes in ((64, [9, 3]), (63, [8, 1, 3]), (22, [3, 3, 3, 3]), (1, [1] * 12)):
+        assert [len(part) for part in ng.microbatches(rows, budget, True)] == sizes
     long = [make_row([5, 6], [7] * size) for size in (4, 40, 5, 41)]  # little to save, much to pad
     assert [len(part) for part in ng.microbatches(long, 1000, True)] == [2, 2]
 
