@@ -19,7 +19,7 @@ def read_run(folder):
     try:
         saved = json.loads((folder / "args.json").read_text())["args"]
         [float(value) for record in records for value in record.values() if value is not None]
-        return {key: saved[key] for key in saved.keys() - {"seed", "run_dir", "resume"}}, records
+        return {key: saved[key] for key in saved.keys() - {"seed", "run_dir", "resume", "fitted"}}, records
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         stop_run(f"{folder}: args.json or metrics.jsonl is damaged ({repr(error)[:80]}): leave it out")
 

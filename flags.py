@@ -21,6 +21,8 @@ LEADERBOARD = dict(prompt="r1_zero", reward_fn="r1_zero", temperature=1.0, max_t
                    eval_size=sys.maxsize)  # the protocol of the CS336 leaderboard
 MAY_CHANGE = {"max_steps", "max_hours", "eval_every", "sampler", "sampler_batch_size", "microbatch_tokens",
               "gradient_checkpointing", "compile", "keep", "report_to"}  # under --resume
+# Where they are not typed the machine decides, and another one again when the run is resumed there.
+FITTED = {"microbatch_tokens", "gradient_checkpointing", "gpu_memory_utilization", "max_engine_gap"}
 # What an evaluation of a run's model takes over from that run, unless it is asked on other data.
 AS_IN_THE_RUN = {"prompt", "stop", "reward_fn", "temperature", "eval_temperature", "min_tokens",
                  "eval_dataset", "seed"}
@@ -176,7 +178,8 @@ def saved_flags(given):
         return stop_run(f"--resume needs --run-dir with a run, and {path} is not there") if resume else {}
     known = {flag.key for flag in all_flags()} - {"resume", "run_dir"}
     try:
-        old = {key: value for key, value in json.loads(path.read_text())["args"].items() if key in known}
+        old = json.loads(path.read_text())["args"]
+        old = {key: old[key] for key in old.keys() & known - set(old.get("fitted", []))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # cut short, or of another program
         return stop_run(f"--resume: {path} holds no flags ({repr(error)[:80]})") if resume else {}
     for key in sorted(old.keys() & given.keys() - MAY_CHANGE) if resume else []:
@@ -222,6 +225,7 @@ def configure(losses, prompts, given, has_cuda):
     if args.leaderboard:
         print("leaderboard protocol:", ", ".join(f"{key} {getattr(args, key)}" for key in LEADERBOARD))
     args.max_steps = 0 if args.mode == "eval" else args.max_steps
+    args.fitted = sorted(FITTED - given.keys() - saved.keys())
     return args
 
 def refuse_sizes(args):

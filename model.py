@@ -3,6 +3,7 @@ its layers can be computed again in backward."""
 import contextlib
 import functools
 import importlib.util
+import re
 from pathlib import Path
 
 import torch
@@ -113,14 +114,19 @@ def equal_weights(model, weights):
                     names.add(name)
     return names
 
-def new_cache(config):
-    """For the keys and values of what a model has read. Keys are kept in the dtype of the values: under
-    autocast rotary positions make them float32, which would take twice the memory and change no product."""
+@functools.cache
+def cache_class():
     from transformers import DynamicCache
-    cache = DynamicCache(config=config)
-    update = cache.update
-    cache.update = lambda keys, values, *rest, **more: update(keys.to(values.dtype), values, *rest, **more)
-    return cache
+    class Cache(DynamicCache):
+        """Keys are kept in the dtype of the values: under autocast rotary positions make them float32, which
+        would take twice the memory and change no product."""
+        def update(self, keys, values, *rest, **more):
+            return super().update(keys.to(values.dtype), values, *rest, **more)
+    return Cache
+
+def new_cache(config):
+    """For the keys and values of what a model has read."""
+    return cache_class()(config=config)
 
 @torch.no_grad()
 def can_cut_cache(policy, next_logits):
@@ -181,18 +187,21 @@ def states_behind_prompts(base, cache, ids, length, which):
 @torch.no_grad()
 def can_share_prompts(policy):
     """Whether states_behind_prompts are those of whole rows, tried once. The cache has to keep the keys and
-    values of all tokens as they are: others change in place what backward needs."""
+    values of all tokens as they are: others change in place what backward needs. Where rotary angles depend
+    on the length of what is read, a prompt that is read alone gets others."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     if not hasattr(policy, "shares_prompts"):
         try:
             ids = torch.tensor([[0, 1, 2, 3], [2, 1, 0, 2], [0, 1, 3, 1]], device=policy.device)
-            base, cache = policy.base_model, new_cache(policy.config)
+            base, config = policy.base_model, policy.config.get_text_config()
+            cache = new_cache(policy.config)
             with autocast(policy.device):
                 shared = states_behind_prompts(base, cache, ids, 2, [0, 1, 0])
                 plain = base(ids, use_cache=False).last_hidden_state[:, 1:]
             noise = (1e-4 if ids.device.type == "cpu" else 0.05) * plain.abs().max()
             policy.shares_prompts = (
                 has_fused_head(policy) and bool((plain - shared).abs().max() <= noise)
+                and not re.search("dynamic|longrope", str(getattr(config, "rope_parameters", "")))
                 and {*map(type, cache.layers)} <= {DynamicLayer, DynamicSlidingWindowLayer})
         except Exception:  # of any architecture: whole rows work for each
             policy.shares_prompts = False

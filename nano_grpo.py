@@ -214,8 +214,8 @@ def add_prompts(examples, tokenizer, args):
         while example.prompt_ids[-1:] == [tokenizer.eos_token_id]:  # some tokenizers end each text so
             example.prompt_ids.pop()
     fits = [0 < len(example.prompt_ids) <= args.context - args.max_tokens for example in examples]
-    return keep_fitting(examples, fits, f"no token, or prompt + --max-tokens {args.max_tokens} is over the "
-                        f"model's context of {args.context} tokens")
+    return keep_fitting(examples, fits, "no token, refused by the chat template, or prompt + --max-tokens "
+                        f"{args.max_tokens} is over the model's context of {args.context} tokens")
 
 def keep_fitting(examples, fits, why):
     """The examples that fit. The others are counted; without any that fits there is no run."""
@@ -736,24 +736,24 @@ def update(policy, reference, optimizer, rows, step, args):
     lr = learning_rate(step, args)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if args.overlap:  # the policy that sampled is a step older than this one
-        for row in rows:
-            row.old_log_probs = row.sampler_log_probs
-    elif len(batches) > 1 and (LOSSES[args.loss].has_ratio or args.tis_cap is not None or args.kl_coef):
-        fit_in_memory(lambda: cache(policy, "old_log_probs"), rows, args)
-    if reference:
-        if args.kl_ref_every and (step - 1) % args.kl_ref_every == 0:
-            reference.load_state_dict(policy.state_dict())
-        with without_adapters(reference):
-            fit_in_memory(lambda: cache(reference, "ref_log_probs"), rows, args)
-    if args.reset_optimizer:
-        optimizer.state.clear()
-    for batch in batches:
-        try:
+    try:
+        if args.overlap:  # the policy that sampled is a step older than this one
+            for row in rows:
+                row.old_log_probs = row.sampler_log_probs
+        elif len(batches) > 1 and (LOSSES[args.loss].has_ratio or args.tis_cap is not None or args.kl_coef):
+            fit_in_memory(lambda: cache(policy, "old_log_probs"), rows, args)
+        if reference:
+            if args.kl_ref_every and (step - 1) % args.kl_ref_every == 0:
+                reference.load_state_dict(policy.state_dict())
+            with without_adapters(reference):
+                fit_in_memory(lambda: cache(reference, "ref_log_probs"), rows, args)
+        if args.reset_optimizer:
+            optimizer.state.clear()
+        for batch in batches:
             totals.update(fit_in_memory(lambda: train_step(policy, optimizer, batch, args), batch, args))
-        except OutOfMemory:
-            Signals.is_held = totals["steps"] > 0  # the weights of before the first one are whole: saved
-            raise
+    except OutOfMemory:
+        Signals.is_held = totals["steps"] > 0  # the weights of before the first one are whole: saved
+        raise
     optimizer.zero_grad()  # frees the gradients, which would lie beside the engine while it samples
     if not torch.nn.utils.get_total_norm(policy.parameters()).isfinite():
         raise PushError("the weights are not finite any more: lower --lr; --resume goes on from before")

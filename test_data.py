@@ -130,6 +130,19 @@ def test_a_flag_is_as_given_or_saved_or_of_the_leaderboard_or_preset_or_derived(
         given[key] = 1
     assert getattr(ng.configure(given, False), key) == want
 
+def test_what_the_machine_decided_is_decided_anew_where_a_run_is_resumed(tmp_path):
+    """A run of a GPU that goes on on a CPU, or on a smaller card, asks for what was typed only."""
+    typed = ["--gpu-memory-utilization", "0.3"]
+    args = ng.configure(ng.parse_args(typed), True)
+    args.microbatch_tokens, args.gradient_checkpointing = 32768, True  # by a plan
+    run.write_lines(tmp_path / "args.json", [{"args": vars(args)}])
+    resume = ng.parse_args(["--resume", "--run-dir", str(tmp_path)])
+    small, again = ng.configure(resume, False), ng.configure(resume, True)
+    assert (small.microbatch_tokens, small.gradient_checkpointing, small.max_engine_gap) == (512, False, 1e-4)
+    assert (again.microbatch_tokens, again.gradient_checkpointing, again.max_engine_gap) == (None, False, 0.1)
+    assert small.gpu_memory_utilization == again.gpu_memory_utilization == 0.3
+    assert small.model == again.model and small.fitted == again.fitted == args.fitted
+
 def test_a_resumed_run_refuses_other_flags_and_its_model_is_asked_as_in_the_run(tmp_path, capsys):
     saved = vars(settings("--temperature 0.7 --max-tokens 50 --max-steps 5 --lr 1e-3 --seed 4 --kl-coef 0.2"))
     run.write_lines(tmp_path / "args.json", [{"args": saved | {"gone": 1, "run_dir": "elsewhere"}}])

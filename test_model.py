@@ -5,10 +5,12 @@ Ten architectures here; `python test_model.py` tries all of docs/models.md and p
 """
 import copy
 import functools
+import gc
 import json
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,32 @@ def engine_gaps_alone(name):
     """engine_gaps in a process of its own: an engine leaves traces that change the next one."""
     code = f"import test_model; print(*(f'{{gap:.0e}}' for gap in test_model.engine_gaps({name!r})))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE)
+
+def test_rotary_angles_that_follow_the_length_do_not_share_a_prompt():
+    """Phi 3 with long contexts: a prompt within the original length, read alone, has other angles."""
+    assert model.can_share_prompts(small_model("phi3"))
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4,
+               "original_max_position_embeddings": 10, "factor": 4.0}
+    policy = small_model("phi3", rope_parameters=scaling)
+    asked = ng.Example("q", "a", None, list(range(5, 14)))
+    rows = [ng.Row(asked, [20, 31 + i, 44, 8]) for i in range(3)]
+    assert model.shared_prompts(rows)
+    log_probs, _, mask = ng.response_log_probs(policy, rows, 1.0)
+    close(log_probs[mask], torch.cat([plain_log_probs(policy, row) for row in rows]), 1e-4)
+
+def test_keys_and_values_are_freed_as_soon_as_nobody_needs_them():
+    """A cycle would keep them, and all that backward needs with them, until Python looks for cycles: a pass
+    that is tried again for lack of memory would find none."""
+    gc.collect()
+    gc.disable()
+    try:
+        policy, cache = random_policy(), model.new_cache(random_policy().config)
+        policy(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+        watched = [weakref.ref(cache), weakref.ref(cache.layers[0].keys)]
+        del cache
+        assert [ref() for ref in watched] == [None, None]
+    finally:
+        gc.enable()
 
 @needs_vllm
 # olmo2: served through transformers' class, which vLLM changes; the others: tied, under names of their own
@@ -272,16 +300,22 @@ def test_nothing_that_stands_in_the_way_of_a_file_is_deleted(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["figures"] and "figures" in capsys.readouterr().err
 
 def print_table(names):
-    print("| architecture | output matrix in tiles | cache | log-probs | gradient | sampler |")
-    print("|---|---|---|---|---|---|")
+    print("| architecture | output matrix in tiles | prompt read once | cache | log-probs | gradient | sampler |")
+    print("|---" * 7 + "|")
     for name in names:
         try:
-            fused, cache, *errors = gaps(name)
-            cells = ["yes" if fused else "own forward", "yes" if cache else "read anew",
-                     *(f"{error:.0e}" for error in errors)]
+            fused, shares_prompts, cache, *errors = gaps(name)
+            cells = ["yes" if fused else "own forward", "yes" if shares_prompts else "whole rows",
+                     "yes" if cache else "read anew", *(f"{error:.0e}" for error in errors)]
         except Exception as error:
-            cells = [f"{type(error).__name__}: {' '.join(str(error).split())[:80]}", "", "", "", ""]
+            cells = [f"{type(error).__name__}: {' '.join(str(error).split())[:80]}", *[""] * 5]
         print("|", " | ".join([name, *cells]), "|", flush=True)
+
+def test_the_table_of_architectures_has_a_cell_for_each_column(capsys):
+    print_table(["llama", "mamba", "no_such"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.count("|") for line in lines] == [8] * 5 and "KeyError" in lines[4]
+    assert lines[2].startswith("| llama | yes | yes | yes | ") and "| whole rows |" in lines[3]
 
 def print_engine_table(names):
     print("| architecture | vLLM: log-probs, gradient of the policy |")

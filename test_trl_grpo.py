@@ -26,19 +26,25 @@ HERE = Path(ng.__file__).resolve().parent
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
 from tools import bench, trl_flags, trl_grpo
 
-# What each process runs in the place of trl_grpo.py: rollouts that follow from seed and place in the batch.
+# What each process runs in the place of trl_grpo.py: rollouts that follow from seed and place in the batch, and
+# an AdamW with a larger eps. Adam divides a gradient by its own size: where that is rounding noise only, the
+# weight moves by up to lr either way, and two programs that agree to 1e-9 in gradients differ by 1e-6 in weights.
 FIXED = """
 import os, random, sys
 sys.path.append({here!r})
+import torch
 import nano_grpo as ng
 from tools import trl_grpo
+def calm(self, *values, begin=torch.optim.AdamW.__init__, **named):
+    assert named.get("eps", 1e-8) == 1e-8
+    begin(self, *values, **named | dict(eps=1e-4))
 def fixed(self, prompts, n, seed, max_tokens):
     if os.environ.get("KILL_AT") == str(self.step):
         os.kill(os.getpid(), 9)
     rngs = [random.Random(f"{{seed}} {{i}}") for i in range(len(prompts) * n)]
     rows = [[rng.randrange(257, 320) for _ in range(rng.randrange(4, max_tokens))] for rng in rngs]
     return ng.chunks([[row, [-3.0 - rng.random() for _ in row], False] for row, rng in zip(rows, rngs)], n)
-trl_grpo.Bridge.generate = fixed
+trl_grpo.Bridge.generate, torch.optim.AdamW.__init__ = fixed, calm
 if "as_if_on_gpus" in sys.argv[1]:  # on CPUs accelerate takes DDP in the place of FSDP, without a word
     from accelerate.state import AcceleratorState, DistributedType, PartialState
     begin = AcceleratorState.__init__
@@ -98,11 +104,13 @@ def launch(script, *argv, config=None, **variables):
 # --- One step ----------------------------------------------------------------------------------------------
 @pytest.fixture
 def stubs(monkeypatch):
-    """Rollouts that are fixed, and an engine that does nothing (its log-probs come with the rollouts)."""
+    """Rollouts that are fixed, a calm AdamW, and an engine that does nothing (its log-probs come with the
+    rollouts)."""
     space = {}
     source = FIXED.format(here="").split("trl_grpo.Bridge")[0]
     exec(source, space)
     monkeypatch.setattr(trl_grpo.Bridge, "generate", space["fixed"])
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", space["calm"])
     monkeypatch.setattr(ng, "policy_device", ng.policy_device)  # load() changes it
     import trl.trainer.grpo_trainer as module
     monkeypatch.setattr(module, "VLLMGeneration", lambda **_: SimpleNamespace(sync_weights=lambda: None))

@@ -48,6 +48,7 @@ def parse(argv=None):
     if own.repeats < 1 or not 4 <= own.row_lengths[0] <= own.row_lengths[1]:
         ng.stop_run("--repeats must be above 0, --row-lengths two numbers from 4 on, the shorter one first")
     args = ng.configure(given, torch.cuda.is_available())
+    args.microbatch_tokens = args.microbatch_tokens or 8192  # on a GPU; a run fits it to the card
     if own.against_trl:
         trl_flags.refuse(given, args, 1)
         if args.group_size % 2:
@@ -78,6 +79,16 @@ def random_model(model, shape):
         cause = " ".join(str(error.__cause__ or error).split())[:150]
         ng.stop_run(f"--model {model} --shape {' '.join(shape)}: {cause}; "
                     "give a model's name or folder, and keys of its config.json such as hidden_size=128")
+
+def with_flags(policy, args):
+    """What nano_grpo.py does to a policy that it has loaded."""
+    policy = policy.to(ng.policy_device()).eval()
+    policy.is_compiled = args.compile
+    if args.gradient_checkpointing:
+        ng.checkpoint_layers(policy)
+    if args.lora_rank:
+        ng.add_adapters(policy, args.lora_rank, args.seed)
+    return policy
 
 def ragged_rows(count, vocab_size, group_size, row_lengths):
     """Random rows of `row_lengths` tokens, in groups with a common prompt; no advantage is 0."""
@@ -165,6 +176,7 @@ def sides(argv, repeats):
 def one_side(own, args):
     """A step that warms up, one that is timed, then a rollout -> what is measured, as a line of JSON."""
     policy = random_model(args.model, own.shape).to(ng.policy_device()).eval()
+    policy = with_flags(policy, args) if own.side == "here" else policy
     rows = ragged_rows(args.rollout_batch_size, policy.config.vocab_size, args.group_size, own.row_lengths)
     for i, row in enumerate(rows):
         row.advantage = 1.0 - 2 * (i % 2)
@@ -233,9 +245,7 @@ def main(argv=None):
         return one_side(own, args)
     if own.against_trl:
         return sides(sys.argv[1:] if argv is None else argv, own.repeats)
-    policy = random_model(args.model, own.shape).to(ng.policy_device()).eval()
-    if args.gradient_checkpointing:
-        ng.checkpoint_layers(policy)
+    policy = with_flags(random_model(args.model, own.shape), args)
     reference, optimizer = ng.reference_and_optimizer(policy, args)
 
     def step(rows):
