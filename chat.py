@@ -39,7 +39,7 @@ def chat_text(tokenizer, messages, generation_prompt=True):
 def chat_prompt_ids(tokenizer, example):
     """The token ids of an example's messages, or of its question as one user turn, with the generation
     prompt. A tokenizer that begins its texts with BOS gets exactly one, from the template or from here.
-    [] where the template refuses the messages: of a data set some rows may have turns that it does not know."""
+    [] where the template refuses the messages: some rows may have turns that it does not know."""
     messages = example.messages or [{"role": "user", "content": example.question}]
     try:
         ids = tokenizer.encode(chat_text(tokenizer, messages), add_special_tokens=False)

@@ -118,7 +118,7 @@ FLAGS = {  # (stage, modes that use it; "" is all): its flags. {names} are fille
         Flag("--train-batch-size", int, None, "rows of one optimizer step (default: --rollout-batch-size)"),
         Flag("--epochs-per-rollout-batch", int, 1, "passes over each rollout batch"),
         Flag("--microbatch-tokens", int, None,
-             "padded tokens of a pass: memory, not the result (default: by the GPU; else 512, tiny 4096)"),
+             "tokens that a pass reads: memory, not the result (default: by the GPU; else 512, tiny 4096)"),
         Flag("--gradient-checkpointing", "on", False,
              "compute layers twice: less memory, slower (on where a GPU needs it)"),
         Flag("--compile", "on", False, "torch.compile the update: up to 1.4 times as fast, after a minute"),

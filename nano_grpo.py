@@ -60,7 +60,7 @@ def group_advantages(rewards_PG, baseline="mean", norm="std", eps=1e-6):
         advantages = advantages * size / (size - 1)
     if norm == "std":  # GRPO; Dr. GRPO: no division
         advantages = advantages / (rewards_PG.std(1, keepdim=True) + eps)
-    if norm == "batch-std":  # arXiv 2508.08221, REINFORCE++
+    if norm == "batch-std":  # Lite PPO, arXiv 2508.08221
         advantages = advantages / (rewards_PG.std() + eps)
     if norm == "mean":  # MaxRL, arXiv 2602.02710: a rare success weighs more
         advantages = advantages / (rewards_PG.mean(1, keepdim=True) + eps)
@@ -234,10 +234,11 @@ def solution_row(example, tokenizer, form, stop, end_id):
     return Row(example, ids if stop and text.endswith(stop) else [*ids, end_id], text)
 
 def solution_rows(examples, sampler, args):
-    """The Rows of --mode sft. The form of its answers is that of the prompt, else of the reward function."""
+    """The Rows of --mode sft. Answers have the form that the reward of the prompt reads, else --reward-fn."""
     if not sampler.eos_ids:
         stop_run(f"--mode sft: --model {args.model} names no end token, so a solution could not end")
-    form = args.reward_fn if PROMPTS.get(args.prompt, PROMPTS["chat"]).template is None else args.prompt
+    prompt = PROMPTS.get(args.prompt, PROMPTS["chat"])
+    form = args.reward_fn if prompt.template is None else prompt.reward_fn
     return [solution_row(example, sampler.tokenizer, form, sampler.stop, sampler.eos_ids[0])
             for example in examples]
 
@@ -733,9 +734,8 @@ def update(policy, reference, optimizer, rows, step, args):
     for epoch in range(args.epochs_per_rollout_batch):
         order = random.Random(seed_for(args.seed, f"epoch {epoch}", step)).sample(rows, len(rows))
         batches += chunks(order, args.train_batch_size)
-    lr = learning_rate(step, args)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = learning_rate(step, args)
     try:
         if args.overlap:  # the policy that sampled is a step older than this one
             for row in rows:
@@ -761,7 +761,7 @@ def update(policy, reference, optimizer, rows, step, args):
     per_token = {f"train/{key}": totals[key] / tokens if key in totals else None
                  for key in ("entropy", "clip_fraction", "ratio_outside", "kl")}
     return {"train/loss": totals["loss"] / steps, "train/grad_norm": totals["grad_norm"] / steps, **per_token,
-            "train/lr": lr, "train/bad_steps": totals["bad_steps"] or None}
+            "train/lr": learning_rate(step, args), "train/bad_steps": totals["bad_steps"] or None}
 
 # --- Evaluation --------------------------------------------------------------------------------------------
 def evaluate(sampler, held_out, reward_fn, step, args):

@@ -123,8 +123,8 @@ def engine_gaps_alone(name):
 def test_rotary_angles_that_follow_the_length_do_not_share_a_prompt():
     """Phi 3 with long contexts: a prompt within the original length, read alone, has other angles."""
     assert model.can_share_prompts(small_model("phi3"))
-    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4,
-               "original_max_position_embeddings": 10, "factor": 4.0}
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 10,
+               "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "factor": 4.0}
     policy = small_model("phi3", rope_parameters=scaling)
     asked = ng.Example("q", "a", None, list(range(5, 14)))
     rows = [ng.Row(asked, [20, 31 + i, 44, 8]) for i in range(3)]
@@ -300,8 +300,8 @@ def test_nothing_that_stands_in_the_way_of_a_file_is_deleted(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["figures"] and "figures" in capsys.readouterr().err
 
 def print_table(names):
-    print("| architecture | output matrix in tiles | prompt read once | cache | log-probs | gradient | sampler |")
-    print("|---" * 7 + "|")
+    print("| architecture | output matrix in tiles | prompt once | cache | log-probs | gradient | sampler |"
+          "\n" + "|---" * 7 + "|")
     for name in names:
         try:
             fused, shares_prompts, cache, *errors = gaps(name)

@@ -26,9 +26,9 @@ HERE = Path(ng.__file__).resolve().parent
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
 from tools import bench, trl_flags, trl_grpo
 
-# What each process runs in the place of trl_grpo.py: rollouts that follow from seed and place in the batch, and
-# an AdamW with a larger eps. Adam divides a gradient by its own size: where that is rounding noise only, the
-# weight moves by up to lr either way, and two programs that agree to 1e-9 in gradients differ by 1e-6 in weights.
+# What each process runs in the place of trl_grpo.py: rollouts that follow from seed and place in the batch,
+# and an AdamW with a larger eps. Adam divides a gradient by its own size: where that is rounding noise only,
+# the weight moves by up to lr either way, and two programs whose gradients agree to 1e-9 differ by 1e-6.
 FIXED = """
 import os, random, sys
 sys.path.append({here!r})

@@ -75,7 +75,7 @@ def health(records, args, is_finished):
 
     lines = [(True, line) for line in warnings_of(records)] if records else []
     if known("train/tokens") and not lines:
-        lines = [(False, "no collapse of reward, length or entropy")]
+        lines = [(False, "reward and length did not collapse, entropy did not explode")]
     accuracy = known("eval/accuracy") or [0]
     if max(accuracy) - accuracy[-1] > 0.1:  # two to four standard errors
         lines.append((True, f"held-out accuracy fell from {max(accuracy):.1%} to {accuracy[-1]:.1%}"))
