@@ -12,6 +12,7 @@ import math
 import statistics
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -815,12 +816,17 @@ def test_at_out_of_memory_the_budget_is_halved_and_no_number_changes(monkeypatch
     for early, late in zip(*results):
         assert torch.equal(early, late) if torch.is_tensor(early) else early == late
 
-def test_a_row_that_does_not_fit_alone_ends_the_run(monkeypatch):
-    policy, args = random_policy(), settings("--rollout-batch-size 4 --group-size 4 --microbatch-tokens 64")
+@pytest.mark.parametrize("pass_argv", ["", "--kl-coef 0.1", "--epochs-per-rollout-batch 2"])
+def test_a_row_that_does_not_fit_alone_ends_the_run_which_is_saved(monkeypatch, pass_argv):
+    """In each pass before the first optimizer step: the weights are whole, so the end may save them."""
+    argv = "--rollout-batch-size 4 --group-size 4 --microbatch-tokens 64"
+    policy, args = random_policy(), settings(argv, pass_argv)
     monkeypatch.setattr(ng, "response_log_probs", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    monkeypatch.setattr(ng.Signals, "is_held", True)
+    reference, optimizer = ng.reference_and_optimizer(policy, args)
     with pytest.raises(ng.OutOfMemory, match="a row of 5 tokens"):
-        ng.update(policy, None, torch.optim.AdamW(policy.parameters()), many_rows(4), 1, args)
-    assert args.microbatch_tokens == 4
+        ng.update(policy, reference, optimizer, many_rows(4), 1, args)
+    assert args.microbatch_tokens == 4 and not ng.Signals.is_held
 
 @pytest.mark.parametrize("argv, want", [
     ("", [2, 2, 2, 2, 2, 2, 2, 2]), ("--warmup-steps 4", [.5, 1, 1.5, 2, 2, 2, 2, 2]),
@@ -903,6 +909,17 @@ def test_solutions_are_in_the_format_that_the_prompts_reward_reads_and_end_thems
             ended_by = CLOSE if stop else EOS
             assert row.response_ids[-1] == ended_by and row.advantage == 1.0
             assert TOKENIZER.decode(row.response_ids).removesuffix("<|endoftext|>") == row.text
+
+@pytest.mark.parametrize("prompt, argv, end", [
+    ("mine", "", "#### 12"), ("chat", "--reward-fn last_number", "5 + 7 is 12"),
+    ("r1_zero", "--reward-fn random", "<answer> 12 </answer>"), ("question_only", "", r"\boxed{12}")])
+def test_a_solution_ends_as_the_reward_of_its_prompt_reads_it(monkeypatch, prompt, argv, end):
+    """A row of PROMPTS that someone adds has a name of its own, and the reward that it asks for."""
+    monkeypatch.setitem(ng.PROMPTS, "mine", ng.Prompt("{question} End with ####.", None, "gsm8k"))
+    args = settings("--mode sft --model other --prompt", prompt, argv)
+    sampler = SimpleNamespace(eos_ids=[EOS], stop=args.stop, tokenizer=TOKENIZER)
+    row, = ng.solution_rows([ng.Example("q", "12", "5 + 7 is 12")], sampler, args)
+    assert row.text.endswith(end)
 
 def test_nothing_is_tokenised_after_the_rollout(monkeypatch):
     """Text decoded and tokenised again changes ids, and the ratio is no longer 1: trl#5224."""
