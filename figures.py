@@ -15,13 +15,12 @@ def read_run(folder):
     """-> (flags without those that no setting consists of, records) of a run folder."""
     if not (folder / "metrics.jsonl").is_file():
         stop_run(f"{folder} holds no run: give folders with args.json and metrics.jsonl")
-    records = read_lines(folder / "metrics.jsonl")
+    records = read_lines(folder / "metrics.jsonl", all_numbers=True)
     try:
         saved = json.loads((folder / "args.json").read_text())["args"]
-        [float(value) for record in records for value in record.values() if value is not None]
         return {key: saved[key] for key in saved.keys() - {"seed", "run_dir", "resume", "fitted"}}, records
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        stop_run(f"{folder}: args.json or metrics.jsonl is damaged ({repr(error)[:80]}): leave it out")
+        stop_run(f"{folder}: args.json is damaged ({repr(error)[:80]}): leave it out")
 
 def distinguishing_flags(settings):
     """The flags that tell the settings apart, without those that only repeat another one."""

@@ -1,6 +1,7 @@
 """Files that are whole or not there, and errors of one line."""
 import contextlib
 import json
+import math
 import os
 import sys
 
@@ -41,10 +42,12 @@ def write_lines(path, records, **form):
     text = "".join(json.dumps(record, **form) + "\n" for record in records)
     write_atomic(path, lambda temporary: temporary.write_text(text))
 
-def read_lines(path):
-    """The objects of a .jsonl file; a line that a killed run left unfinished does not count. No file: []."""
+def read_lines(path, all_numbers=False):
+    """The objects of a .jsonl file; a line that a killed run left unfinished does not count. No file: [].
+    all_numbers: their values have to be numbers or None, as in metrics.jsonl."""
     try:
         records = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
-        return sorted(records, key=lambda record: int(record.get("step", 0)))  # of a log they are in order
+        [value + 0.0 for record in records if all_numbers for value in record.values() if value is not None]
+        return sorted(records, key=lambda record: math.floor(record.get("step", 0)))  # a log's are in order
     except (ValueError, TypeError, AttributeError, OSError) as error:
         stop_run(f"{path} is damaged ({repr(error)[:80]}): mend or remove it")

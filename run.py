@@ -132,7 +132,7 @@ class Run:
             stop_run(f"--run-dir {self.folder} holds files: add --resume if they are a run to go on with, or "
                      "give another folder")
         for log in LOGS if flags["resume"] else []:
-            read_lines(self.folder / log)  # a damaged one is found before a model is loaded
+            read_lines(self.folder / log, log == "metrics.jsonl")  # damage is told before a model is loaded
 
     def hold_folder(self):
         """Locks the folder until this process ends: two runs that are given the same one would mix files."""

@@ -18,6 +18,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AddedToken, AutoModelForCausalLM
+from transformers.cache_utils import DynamicLayer
 
 import data
 import model
@@ -125,12 +126,24 @@ def test_rotary_angles_that_follow_the_length_do_not_share_a_prompt():
     assert model.can_share_prompts(small_model("phi3"))
     scaling = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 10,
                "short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "factor": 4.0}
-    policy = small_model("phi3", rope_parameters=scaling)
+    policy = small_model("phi3", rope_parameters=scaling, original_max_position_embeddings=10)
     asked = ng.Example("q", "a", None, list(range(5, 14)))
     rows = [ng.Row(asked, [20, 31 + i, 44, 8]) for i in range(3)]
     assert model.shared_prompts(rows)
     log_probs, _, mask = ng.response_log_probs(policy, rows, 1.0)
     close(log_probs[mask], torch.cat([plain_log_probs(policy, row) for row in rows]), 1e-4)
+
+def test_a_cache_with_layers_of_another_kind_is_not_shared(monkeypatch):
+    """Such as a state that is changed in place, which backward would need as it was."""
+    class State(DynamicLayer):
+        pass
+    cache, new_cache = [], model.new_cache
+    monkeypatch.setattr(model, "new_cache", lambda config: cache.append(new_cache(config)) or cache[-1])
+    assert model.can_share_prompts(random_policy())
+    update = DynamicLayer.update
+    monkeypatch.setattr(DynamicLayer, "update", lambda self, *values, **named: (
+        update(self, *values, **named), setattr(self, "__class__", State))[0])
+    assert not model.can_share_prompts(random_policy()) and type(cache[-1].layers[0]) is State
 
 def test_keys_and_values_are_freed_as_soon_as_nobody_needs_them():
     """A cycle would keep them, and all that backward needs with them, until Python looks for cycles: a pass
@@ -143,6 +156,9 @@ def test_keys_and_values_are_freed_as_soon_as_nobody_needs_them():
         watched = [weakref.ref(cache), weakref.ref(cache.layers[0].keys)]
         del cache
         assert [ref() for ref in watched] == [None, None]
+        cache = model.new_cache(policy.config)
+        cache.update(torch.ones(1, 2, 1, 8).double(), torch.ones(1, 2, 1, 8), 0)
+        assert cache.layers[0].keys.dtype == torch.float32  # that of the values
     finally:
         gc.enable()
 

@@ -549,6 +549,7 @@ def test_rows_stand_together_by_prompt_where_that_reads_fewer_tokens():
     assert model.tokens_held(parts[0], False) == 9 * 12 and model.tokens_held(rows, True) == 12 * 13
     for budget, sizes in ((64, [9, 3]), (63, [8, 1, 3]), (22, [3, 3, 3, 3]), (1, [1] * 12)):
         assert [len(part) for part in ng.microbatches(rows, budget, True)] == sizes
+    assert not model.shared_prompts([ng.Row(rows[0].example, [7] * 30)] * 2)  # it saves under a third
     long = [make_row([5, 6], [7] * size) for size in (4, 40, 5, 41)]  # little to save, much to pad
     assert [len(part) for part in ng.microbatches(long, 1000, True)] == [2, 2]
 

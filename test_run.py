@@ -808,7 +808,9 @@ def test_a_run_whose_output_is_closed_ends_in_one_line_and_goes_on(tmp_path, unb
 
 @pytest.mark.parametrize("name, content", [
     ("metrics.jsonl", b"garbage\n"), ("samples.jsonl", b"[1]\n"), ("metrics.jsonl", b"\xff\n"),
-    ("args.json", b"[]")])
+    ("args.json", b"[]"), ("metrics.jsonl", b'{"step": "1"}\n'),
+    ("metrics.jsonl", b'{"step": 1, "time/rollout": "2"}\n'),
+    ("metrics.jsonl", b'{"step": 1, "train/bad_steps": [1]}\n')])
 def test_a_damaged_log_is_told_before_a_model_is_loaded(tmp_path, unbroken, name, content):
     shutil.copytree(unbroken / "run", tmp_path / "run")
     (tmp_path / "run" / name).write_bytes(content)
