@@ -104,7 +104,7 @@ def plan(config, memory_gb, num_gpus, *, microbatch_tokens=None, gradient_checkp
          gpu_memory_utilization=None, max_tokens=1024, max_model_len=None, has_engine=True, copies=0,
          sampler_batch_size=256, advise=True):
     """-> the Plan for a transformers config (or its Sizes) and GPUs of memory_gb each. What is not None is
-    kept, and the rest fitted round it. copies: frozen float32 copies (--kl-coef without LoRA)."""
+    kept, and the rest fitted round it. copies: frozen float32 copies of the policy beside it."""
     model = config if isinstance(config, Sizes) else sizes(config)
     is_shared, row = has_engine and num_gpus == 1, max_tokens + PROMPT  # a row is never split
     room, between = SPARE * memory_gb - CONTEXT_GB, lasting(model, lora_rank, copies, 3) / GB
@@ -168,7 +168,8 @@ def plan_for(config, args, memory_gb, num_gpus, has_engine):
         config, memory_gb, num_gpus, microbatch_tokens=args.microbatch_tokens,
         gradient_checkpointing=args.gradient_checkpointing or None, lora_rank=args.lora_rank,
         gpu_memory_utilization=args.gpu_memory_utilization, max_tokens=args.max_tokens,
-        max_model_len=args.max_model_len, copies=int(bool(args.kl_coef and not args.lora_rank)),
+        max_model_len=args.max_model_len,  # the second copy: --overlap with hf samples with one
+        copies=bool(args.kl_coef and not args.lora_rank) + bool(args.overlap and not has_engine),
         sampler_batch_size=args.sampler_batch_size, has_engine=has_engine)
 
 def finds_cuda():

@@ -158,6 +158,17 @@ def test_a_kept_copy_of_the_policy_is_in_the_simulation():
     more = simulated_peak(config, known, with_copy) - simulated_peak(config, known, args)
     assert more >= 4 * memory.sizes(config).weights
 
+@pytest.mark.parametrize("changed, has_engine, copies", [
+    ({"kl_coef": 0.1}, True, 1), ({"overlap": True}, True, 0), ({"overlap": True}, False, 1),
+    ({"kl_coef": 0.1, "overlap": True}, False, 2)])
+def test_the_plan_counts_each_copy_of_the_policy_beside_it(changed, has_engine, copies):
+    config = memory.sizes(gpu_check.read_config("Qwen/Qwen2.5-0.5B"))
+    args = vars(ng.configure({"model": "some/model", "microbatch_tokens": 4096}, True))
+    plain, more = (memory.plan_for(config, argparse.Namespace(**args | how), 80, 2, has_engine)
+                   for how in ({}, changed))
+    difference = more.predicted_peak_gb - plain.predicted_peak_gb
+    assert difference == pytest.approx(copies * 4 * config.weights / 2**30)
+
 # --- The command -------------------------------------------------------------------------------------------
 def test_the_plan_of_a_config_file_is_one_object(tmp_path):
     gpu_check.read_config("tiny").save_pretrained(tmp_path)
