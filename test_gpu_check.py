@@ -150,11 +150,12 @@ def test_rows_fill_their_microbatches(tokens, longest, count):
     assert len(found) == count
     assert all(0.95 * tokens <= len(part) * len(part[0]) <= tokens for part in found)
 
-def test_a_kept_copy_of_the_policy_is_in_the_simulation():
+@pytest.mark.parametrize("changed", [{"kl_coef": 0.1}, {"overlap": True}])
+def test_a_kept_copy_of_the_policy_is_in_the_simulation(changed):
     config = gpu_check.read_config("tiny")
     known = memory.Plan(True, 512, False, None, 0.0, 0.0, None, "")
     args = ng.configure({"model": "tiny", "sampler": "hf"}, True)
-    with_copy = argparse.Namespace(**vars(args) | {"kl_coef": 0.1})
+    with_copy = argparse.Namespace(**vars(args) | changed)
     more = simulated_peak(config, known, with_copy) - simulated_peak(config, known, args)
     assert more >= 4 * memory.sizes(config).weights
 

@@ -4,6 +4,7 @@ The functions that run are the script's own, nano_grpo.train_step and all below 
 shapes and no numbers (torch's FakeTensorMode), while every storage that lives is counted.
 """
 import argparse
+import copy
 import contextlib
 import weakref
 from unittest import mock
@@ -134,10 +135,12 @@ def simulated_peak(config, known, args):
                         if isinstance(weight, torch.nn.Parameter):
                             made[weight] = torch.nn.Parameter(made[weight], weight.requires_grad)
                     setattr(module, name, made[weight])
+        sampled_with = copy.deepcopy(policy) if args.overlap and not known.engine_gb else policy
         reference, optimizer = ng.reference_and_optimizer(policy, args)
         for weight in optimizer.param_groups[0]["params"]:
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
         optimizer.zero_grad()
         ng.train_step(policy, optimizer, rows, args)
+        del sampled_with  # it lay beside the update
     return peak.peak
