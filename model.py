@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import re
+import tempfile
 from pathlib import Path
 
 import torch
@@ -35,11 +36,18 @@ def load_tokenizer(path):
 
 def load_policy(path, auto_class, is_beside_vllm=False):
     """The model with all its weights, in float32: in bfloat16 a small update rounds back to the old value.
-    ValueError names the weights that do not fit: transformers would fill them with random numbers."""
+    ValueError names the weights that do not fit: transformers would fill them with random numbers. A config
+    that says they are quantised is not asked: whole ones are taken, quantised ones do not fit."""
+    from transformers import AutoConfig
     auto_class, misfits = plain_class(path, auto_class) if is_beside_vllm else auto_class, []
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    is_quantised = getattr(config, "quantization_config", None)
+    if is_quantised:
+        del config.quantization_config
     for key_mapping in (None, {r"^(_orig_mod|module)\.": ""}):  # the prefix of a compiled or wrapped model
-        policy, report = auto_class.from_pretrained(path, dtype=torch.float32, trust_remote_code=False,
-                                                    output_loading_info=True, key_mapping=key_mapping)
+        policy, report = auto_class.from_pretrained(
+            path, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True,
+            key_mapping=key_mapping)
         found = [f"{kind.split('_')[0]} {min(map(str, keys))}" for kind, keys in report.items() if keys]
         if not found:
             if key_mapping:
@@ -47,7 +55,22 @@ def load_policy(path, auto_class, is_beside_vllm=False):
                 del policy._weight_conversions  # of that prefix: it cannot be put on again when this is saved
             return policy
         misfits = misfits or found
-    raise ValueError(f"its weights do not fit its config: {'; '.join(misfits)}")
+    cure = " (quantised ones cannot be trained: give the full model)" if is_quantised else ""
+    raise ValueError(f"its weights do not fit its config{cure}: {'; '.join(misfits)}")
+
+def refuse_unsaveable(policy, tokenizer):
+    """ValueError if the trained model could not be written: tried at the start, without its weights."""
+    try:
+        policy.generation_config.validate(strict=True)
+    except ValueError:  # a temperature without do_sample, as some models have it: nothing here asks for it
+        policy.generation_config.do_sample = True
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            policy.save_pretrained(folder, state_dict={})
+            tokenizer.save_pretrained(folder)
+    except Exception as error:  # of any architecture
+        raise ValueError(f"--model could not be saved after training ({str(error)[:160]}): mend its "
+                         "config.json, generation_config.json or tokenizer_config.json") from error
 
 def checkpoint_layers(policy):
     """--gradient-checkpointing: backward computes each layer again. The layers stay in evaluation mode, since

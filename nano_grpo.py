@@ -30,6 +30,7 @@ import sys
 import time
 import warnings
 import zlib
+from bisect import bisect_left
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -182,8 +183,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from model import (add_adapters, autocast, can_cut_cache, can_share_prompts, checkpoint_layers, equal_weights,
-                   load_policy, load_tokenizer, loaded_names, merged_weights, new_cache, shared_prompts,
-                   tied_weights, token_log_probs, tokens_held, without_adapters)
+                   load_policy, load_tokenizer, loaded_names, merged_weights, new_cache, refuse_unsaveable,
+                   shared_prompts, tied_weights, token_log_probs, tokens_held, without_adapters)
 
 # --- Data: Example -> Row ----------------------------------------------------------------------------------
 @dataclass
@@ -294,9 +295,11 @@ def load_model(args):
         # the engine first: it takes its share of the memory, and reseeds the global generators
         engine = start_engine(path, args) if has_engine else None
         policy = load_policy(path, transformers.AutoModelForCausalLM, is_beside_vllm=has_engine)
+        if args.mode != "eval":
+            refuse_unsaveable(policy, tokenizer)
     except Exception as error:  # of the hub, of the disk, of damaged or foreign weights
         cause = " ".join(str(error).split())
-        stop_run(cause if cause.startswith("--") else f"--model {path} cannot be loaded ({cause[:160]}): "
+        stop_run(cause if cause.startswith("--") else f"--model {path} cannot be loaded ({cause[:240]}): "
                  "give an HF folder, a hub id that this machine can reach, or `tiny`")
     policy.to(policy_device()).eval()  # no dropout, or old and new log-probs would differ by noise
     policy.is_compiled = args.compile
@@ -641,20 +644,17 @@ def microbatches(rows, token_budget, shares_prompts=False):
     under 3/4 of the longest, so that time goes with tokens (on a CPU 1.4 to 1.8 times as fast); or by prompt,
     all of one length, if a policy that reads a prompt once for all of its rows reads a tenth less so."""
     def split(rows, can_join):
-        part = []
-        for row in rows:
-            more = [*part, row]
-            if part and not (can_join(part[0], row) and tokens_held(more, shares_prompts) <= token_budget):
-                yield part
-                more = [row]
-            part = more
-        if part:
-            yield part
+        def is_too_much(size):
+            is_over = tokens_held(rows[:size], shares_prompts) > token_budget
+            return is_over or not can_join(rows[0], rows[size - 1])
+        while rows:
+            size = 1 + bisect_left(range(2, len(rows) + 1), True, key=is_too_much)  # one row always fits
+            yield rows[:size]
+            rows = rows[size:]
     cost = lambda parts: sum(tokens_held(part, shares_prompts) for part in parts)
     prompt = lambda row: (len(row.example.prompt_ids), row.example.prompt_ids)
     by_prompt = list(split(sorted(rows, key=prompt), lambda first, row: prompt(first)[0] == prompt(row)[0]))
-    by_length = sorted(rows, key=len, reverse=True)
-    by_length = list(split(by_length, lambda first, row: len(row) >= 0.75 * len(first)))
+    by_length = list(split(sorted(rows, key=len, reverse=True), lambda long, row: len(row) >= 0.75 * len(long)))
     return by_prompt if cost(by_prompt) < 0.9 * cost(by_length) else by_length
 
 @torch.no_grad()

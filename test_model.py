@@ -3,6 +3,7 @@
 Ten architectures here; `python test_model.py` tries all of docs/models.md and prints its table, and
 `python test_model.py vllm` compares with vLLM, each with an engine and a process of its own.
 """
+import contextlib
 import copy
 import functools
 import gc
@@ -240,6 +241,45 @@ def test_weights_that_do_not_fit_are_refused_and_never_random(tmp_path, capsys, 
         load(saved_model(tmp_path, change))
     line, = capsys.readouterr().err.splitlines()
     assert "--model" in line and word in line
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+@pytest.mark.parametrize("change, word", [
+    (lambda weights: weights, None),
+    (lambda weights: {name.replace("up_proj.w", "up_proj.qw"): weights[name] for name in weights}, "qweight"),
+    (lambda weights: weights | {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, "weight_scale")])
+@pytest.mark.parametrize("method", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "gguf"},
+                                    {"quant_method": "fp8"}])
+def test_whole_weights_are_taken_whatever_the_config_says_and_quantised_ones_refused(
+        tmp_path, capsys, change, word, method):
+    folder = saved_model(tmp_path, change)
+    edit_json(tmp_path / "config.json", quantization_config=method)
+    with pytest.raises(SystemExit) if word else contextlib.nullcontext():
+        policy = load(folder)
+    if word:
+        line, = capsys.readouterr().err.splitlines()
+        assert "quantised ones cannot be trained" in line and word in line
+    else:
+        assert policy.dtype == torch.float32
+        policy.save_pretrained(tmp_path / "trained")
+        assert "quantization_config" not in (tmp_path / "trained" / "config.json").read_text()
+
+def test_a_model_that_could_not_be_saved_is_mended_or_refused_at_the_start(tmp_path, capsys, monkeypatch):
+    """Llama 2 has a temperature without do_sample, which transformers reads but refuses to write."""
+    folder = saved_model(tmp_path, lambda weights: weights)
+    edit_json(tmp_path / "generation_config.json", temperature=0.6, top_p=0.9, do_sample=False)
+    policy = load(folder)
+    policy.save_pretrained(tmp_path / "trained")
+    assert json.loads((tmp_path / "trained" / "generation_config.json").read_text())["top_p"] == 0.9
+    def fail(self, *_, **__):
+        raise ValueError("no\nway")
+    monkeypatch.setattr(type(policy), "save_pretrained", fail)
+    with pytest.raises(SystemExit):
+        load(folder)
+    line, = capsys.readouterr().err.splitlines()
+    assert "--model could not be saved after training (no way): mend" in line
+    ng.load_model(settings("--mode eval --sampler hf --model", folder))  # nothing is saved then
 
 @pytest.mark.parametrize("damage", [
     lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:a\nsize 1\n",
