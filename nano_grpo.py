@@ -654,7 +654,7 @@ def microbatches(rows, token_budget, shares_prompts=False):
     cost = lambda parts: sum(tokens_held(part, shares_prompts) for part in parts)
     prompt = lambda row: (len(row.example.prompt_ids), row.example.prompt_ids)
     by_prompt = list(split(sorted(rows, key=prompt), lambda first, row: prompt(first)[0] == prompt(row)[0]))
-    by_length = list(split(sorted(rows, key=len, reverse=True), lambda long, row: len(row) >= 0.75 * len(long)))
+    by_length = list(split(sorted(rows, key=len, reverse=True), lambda one, row: len(row) >= 0.75 * len(one)))
     return by_prompt if cost(by_prompt) < 0.9 * cost(by_length) else by_length
 
 @torch.no_grad()
